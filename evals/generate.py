@@ -37,12 +37,11 @@ from transformers.utils import logging
 
 from evals.shapes import SHAPES, build, get_config
 from hfkvq.caches.cache import MixedKVCache
+from hfkvq.caches.compile import compile_ahead
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.tags import Tagger, parse_tag
 from hfkvq.caches.triaxial import TriAxialCache
-from hfkvq.caches.warm import compile_ahead
-from hfkvq.kernels import await_kernels
 from hfkvq.measure.divergence.naming import QUANTIZED
 from hfkvq.measure.records import clock, commit, device_name, now, versions
 from hfkvq.sizes import parse_count
@@ -425,14 +424,13 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         if asked.json:
             asked.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
-    with contextlib.nullcontext() if asked.cold else await_kernels():
-        if not asked.cold:
-            compile_ahead(model, [engine.preset for engine in engines if engine.preset is not None], (1,))
-        for case in parse_cases(asked.cases):
-            if not (asked.no_steps or asked.cold):
-                keep(measure_steps(model, engines, case, asked))
-            for engine in engines if asked.tokens else ():
-                keep([measure_calls(model, engine, case, asked)])
+    if not asked.cold:
+        compile_ahead(model, [engine.preset for engine in engines if engine.preset is not None], (1,))
+    for case in parse_cases(asked.cases):
+        if not (asked.no_steps or asked.cold):
+            keep(measure_steps(model, engines, case, asked))
+        for engine in engines if asked.tokens else ():
+            keep([measure_calls(model, engine, case, asked)])
     return record
 
 

@@ -23,17 +23,16 @@ from typing import Any
 import torch
 import triton
 
-from hfkvq.caches.make import LayerShape, layer_plan
+from hfkvq.caches.compile import LayerShape, layer_plan
 from hfkvq.caches.scheme import get_scheme
+from hfkvq.kernels.compile import SEVERAL, normal
 from hfkvq.kernels.pages import SIDES, StoreFormat
-from hfkvq.kernels.triton.ahead import Wanted, compile_one
+from hfkvq.kernels.triton.compile import GPUS, Wanted, compile_one, leave_gpu_alone
 from hfkvq.kernels.triton.decode_plan import programs_planned
 from hfkvq.kernels.triton.gather import gather_wanted
 from hfkvq.kernels.triton.limits import LIMITS, programs_that_fit
 from hfkvq.kernels.triton.pair_format import PairFormat
-from hfkvq.kernels.triton.warm import GPUS, wanted
-from hfkvq.kernels.triton.worker import leave_gpu_alone
-from hfkvq.kernels.warm import SEVERAL, normal
+from hfkvq.kernels.triton.variants import wanted
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results" / "resources.json"

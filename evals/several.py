@@ -24,7 +24,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from evals.one_layer import said
 from evals.other_kernels.__main__ import check_peers, measure_peer, present
 from hfkvq.caches import behind
-from hfkvq.kernels import await_kernels
 from hfkvq.measure.bench import kernels
 from hfkvq.measure.bench.cases import Shape, bytes_read, fill, parse_size, short
 from hfkvq.measure.bench.kernels import Record, Row, add_speedups, measure_shape, row_of, rows_at, unquantized
@@ -204,22 +203,21 @@ def measure(asked: argparse.Namespace) -> None:
     counts = [parse_count(part) for part in asked.queries.split(",")]
     shapes = [Shape(*parse_size(size), queries=count) for size in asked.sizes.split(",") for count in counts]
     peers = present(["vllm-fa3", "vllm-fa2"])
-    with await_kernels():
-        checked = check_peers(peers, shapes, device)
-        checks = {"self_check": kernels.self_check(formats, shapes, device), "peers": checked}
-        record = kernels.new_record(device, checks)
-        copied = record["copy"]["tb_per_s"] * 1e12
-        for shape in shapes:
-            data = shape.data(device)
-            found = [] if shape.is_prompt else formats
-            rows = [*measure_shape(shape, found, device, copied, REPLAYS), *bounds(shape, *data[:2], REPLAYS, copied)]
-            rows += [measure_peer(peer, shape, data, REPLAYS, copied, checked[peer.name]) for peer in peers]
-            if shape.is_prompt:
-                rows += [behind_context(shape, name, data, REPLAYS, copied) for name in formats]
-            record["rows"] += rows
-            add_speedups(rows_at(record, shape))
-            kernels.save(record, asked.json)
-            print(f"{shape.title}: {len(rows)} lines", flush=True)
+    checked = check_peers(peers, shapes, device)
+    checks = {"self_check": kernels.self_check(formats, shapes, device), "peers": checked}
+    record = kernels.new_record(device, checks)
+    copied = record["copy"]["tb_per_s"] * 1e12
+    for shape in shapes:
+        data = shape.data(device)
+        found = [] if shape.is_prompt else formats
+        rows = [*measure_shape(shape, found, device, copied, REPLAYS), *bounds(shape, *data[:2], REPLAYS, copied)]
+        rows += [measure_peer(peer, shape, data, REPLAYS, copied, checked[peer.name]) for peer in peers]
+        if shape.is_prompt:
+            rows += [behind_context(shape, name, data, REPLAYS, copied) for name in formats]
+        record["rows"] += rows
+        add_speedups(rows_at(record, shape))
+        kernels.save(record, asked.json)
+        print(f"{shape.title}: {len(rows)} lines", flush=True)
 
 
 def main() -> None:

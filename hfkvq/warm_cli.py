@@ -13,7 +13,7 @@ import typer
 from hfkvq.terminal import fail, make_console, split
 
 if TYPE_CHECKING:
-    from hfkvq.caches.make import LayerShape
+    from hfkvq.caches.compile import LayerShape
 
 app = typer.Typer()
 
@@ -35,7 +35,7 @@ def pick_gpu(name: str) -> int | None:
     """
     import torch
 
-    from hfkvq.kernels.warm import GPUS
+    from hfkvq.kernels.compile import GPUS
 
     known = ", ".join(f"sm_{number}" for number in GPUS)
     if name == CURRENT:
@@ -57,7 +57,7 @@ def pick_shapes(
     Raises:
         ValueError: neither is given, or both are, or they do not fit.
     """
-    from hfkvq.caches.make import LayerShape, layer_shapes
+    from hfkvq.caches.compile import LayerShape, layer_shapes
     from hfkvq.measure.models import find_model
 
     if model is not None:
@@ -94,9 +94,9 @@ def warm(
     """Compile the kernels of presets in advance, into Triton's cache, so that first calls are fast."""
     import torch
 
+    from hfkvq.caches.compile import layers_of
     from hfkvq.caches.preset import get_preset
-    from hfkvq.caches.warm import layers_of
-    from hfkvq.kernels.warm import compile_now
+    from hfkvq.kernels.compile import compile_layers
 
     names = split(preset)
     if not names:
@@ -112,17 +112,15 @@ def warm(
     if importlib.util.find_spec("triton") is None:
         fail("triton: it is not installed, so there is nothing to compile; pip install triton (Linux).")
     begun = time.perf_counter()
-    try:
-        done = compile_now(layers, number)
-    except (ValueError, RuntimeError) as error:
-        fail(error)
-    took = time.perf_counter() - begun
-    console = make_console()
-    for name, seconds in sorted(done, key=lambda each: -each[1]):
-        console.print(f"{seconds:7.2f} s  {name}", highlight=False)
-    total = sum(seconds for _, seconds in done)
-    console.print(
-        f"{len(done)} kernels for {gpu if number is None else f'sm_{number}'} in {took:.1f} s; one after the other "
-        f"{total:.1f} s. They are in Triton's cache now.",
+    device = torch.device("cuda", 0 if number is not None else torch.cuda.current_device())
+    done = compile_layers(layers, device, absent=number)
+    if not done:
+        fail("warm: nothing was compiled: kernels are interpreted (TRITON_INTERPRET=1), or the GPU is AMD's.")
+    errors = [f"{name} does not compile: {error}" for name, error in done if error]
+    if errors:
+        fail(errors[0])
+    make_console().print(
+        f"{len(done)} kernels for {gpu if number is None else f'sm_{number}'} in {time.perf_counter() - begun:.1f} s. "
+        "They are in Triton's cache now.",
         highlight=False,
     )

@@ -31,7 +31,7 @@ SHAPE = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128"]
             "model: the folder ./nowhere does not exist",
         ),
         # As tests run.
-        (["--preset", "kitty-pro", "--gpu", "sm_90", *SHAPE], "TRITON_INTERPRET: got 1"),
+        (["--preset", "kitty-pro", "--gpu", "sm_90", *SHAPE], "interpreted (TRITON_INTERPRET=1)"),
     ],
 )
 def test_errors_name_what_was_given_and_what_is_allowed(given, said):
@@ -67,11 +67,11 @@ def test_every_kind_of_layer_of_a_model_is_compiled_for(config, expected, tmp_pa
     config.save_pretrained(tmp_path)
     given = []
 
-    def compile_now(plans, number):
-        given.extend(plans)
-        return [("kernel", 0.1)]
+    def compile_layers(layers, device, absent):
+        given.extend(layers)
+        return [("kernel", "")]
 
-    monkeypatch.setattr("hfkvq.kernels.warm.compile_now", compile_now)
+    monkeypatch.setattr("hfkvq.kernels.compile.compile_layers", compile_layers)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
     preset = "latent-4" if isinstance(config, DeepseekV3Config) else "kitty-pro"
     done = run("--preset", preset, "--model", str(tmp_path), "--gpu", "sm_90")
@@ -88,9 +88,15 @@ def test_every_kind_of_layer_of_a_model_is_compiled_for(config, expected, tmp_pa
 
 def test_a_window_by_hand(monkeypatch):
     given = []
-    monkeypatch.setattr("hfkvq.kernels.warm.compile_now", lambda plans, _: given.extend(plans) or [])
+
+    def compile_layers(layers, device, absent):
+        given.extend(layers)
+        return [("decode_kernel", ""), ("due_kernel", "RuntimeError: no room")]
+
+    monkeypatch.setattr("hfkvq.kernels.compile.compile_layers", compile_layers)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
-    assert run("--preset", "saw-int4", *SHAPE, "--window", "128", "--gpu", "sm_90").exit_code == 0
+    done = run("--preset", "saw-int4", *SHAPE, "--window", "128", "--gpu", "sm_90")
+    assert_refused(done, "due_kernel does not compile: RuntimeError: no room")
     assert [plan.format.window for plan, *_ in given] == [0, 128]
 
 

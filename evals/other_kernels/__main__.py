@@ -32,7 +32,6 @@ from evals.other_kernels.kivi import Kivi2, Kivi4
 from evals.other_kernels.peer import Peer, Prepared
 from evals.other_kernels.split_kv import FAILURES, GRID, Tuning, split_kv
 from evals.other_kernels.turboquant import TurboQuant3, TurboQuant4, TurboQuantK8V4
-from hfkvq.kernels import await_kernels
 from hfkvq.measure.bench import kernels
 from hfkvq.measure.bench.cases import DEFAULT_SHAPES, Shape, check, default_formats, parse_size
 from hfkvq.measure.bench.kernels import Row, add_speedups, error_of, measure_shape, row_of, rows_at
@@ -279,33 +278,30 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     formats = tuple(name for name in asked.formats.split(",") if name)
     check(formats, shapes)
     device, peers = torch.device("cuda", 0), present(name for name in asked.peers.split(",") if name)
-    with await_kernels():
-        checked = check_peers(peers, shapes, device)
-        record = kernels.new_record(
-            device, {"self_check": kernels.self_check(formats, shapes, device), "peers": checked}
-        )
-        copied = record["copy"]["tb_per_s"] * 1e12
+    checked = check_peers(peers, shapes, device)
+    record = kernels.new_record(device, {"self_check": kernels.self_check(formats, shapes, device), "peers": checked})
+    copied = record["copy"]["tb_per_s"] * 1e12
 
-        def keep(row: Row, shape: Shape) -> None:
-            record["rows"].append(row)
-            add_speedups(rows_at(record, shape))
-            if asked.json:
-                kernels.save(record, asked.json)
+    def keep(row: Row, shape: Shape) -> None:
+        record["rows"].append(row)
+        add_speedups(rows_at(record, shape))
+        if asked.json:
+            kernels.save(record, asked.json)
 
-        # Unquantized kernels and this library's formats come first: whenever the run ends, speed-ups are there.
-        for quantized in (False, True):
-            for shape in shapes:
-                if not quantized:
-                    for row in measure_shape(shape, formats, device, copied, asked.replays):
-                        keep(row, shape)
-                data = shape.data(device)
-                if not quantized:
-                    keep(plain_triton(shape, data, asked.replays, copied), shape)
-                for peer in peers:
-                    if peer.quantized is quantized:
-                        own = checked.get(peer.name, {})
-                        keep(measure_peer(peer, shape, data, asked.replays, copied, own), shape)
-                del data
+    # Unquantized kernels and this library's formats come first: whenever the run ends, speed-ups are there.
+    for quantized in (False, True):
+        for shape in shapes:
+            if not quantized:
+                for row in measure_shape(shape, formats, device, copied, asked.replays):
+                    keep(row, shape)
+            data = shape.data(device)
+            if not quantized:
+                keep(plain_triton(shape, data, asked.replays, copied), shape)
+            for peer in peers:
+                if peer.quantized is quantized:
+                    own = checked.get(peer.name, {})
+                    keep(measure_peer(peer, shape, data, asked.replays, copied, own), shape)
+            del data
     console = make_console()
     for shape in shapes:
         console.print(kernels.table(rows_at(record, shape)))

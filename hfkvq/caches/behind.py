@@ -83,8 +83,7 @@ def attend_layer(layer: Any, query: Tensor, arguments: AttentionArguments) -> Te
     before = layer.columns - tokens
     if new is None or not before or tokens <= MAX_STEP or query.shape[2] != tokens:
         return None
-    waits = layer.steps is not None and layer.steps.sync.waits
-    if waits or layer.window or layer.latents or layer.evicted or not takes(query, *new):
+    if layer.window or layer.latents or layer.evicted or not takes(query, *new):
         return None
     if layer.buffer is not None:
         layer.buffer.close()

@@ -15,6 +15,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from .attention import register
 from .callers import calling_model, draft_of_caller, refuse_bare
 from .capture import RECORDERS
+from .compile import compile_kernels
 from .eviction import EvictionScheme, warn_of_loss
 from .graphs import StepGraphs, wanted
 from .latents import pass_over
@@ -85,6 +86,9 @@ class MixedKVCache(SavedCache, Cache):
         ValueError: unknown scheme, knob or layer, a head dim that the scheme cannot hold, a model without attention
             layers, or offloading with a scheme that evicts.
     """
+
+    _compiled: Any = None
+    """Device for which the layers' kernels have been compiled, and whether for steps of several tokens."""
 
     def __init__(
         self,
@@ -216,6 +220,11 @@ class MixedKVCache(SavedCache, Cache):
             self.graphs.meet(self.config)
             if self.compressed_layers[0].store is None:
                 self.graphs.before_prompt(key_states)
+        if key_states.is_cuda and self._compressed:
+            kernels = key_states.device, self.compressed_layers[0].record_past
+            if self._compiled != kernels:
+                self._compiled = kernels
+                compile_kernels(self.config, self.compressed_layers, key_states)
         # Of a model that has not asked for the mask's size: states of layers before this one have the tokens.
         with self.states.spoiled_on_error():
             self._check_capacity(key_states.shape[2])

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
-from hfkvq.kernels import dispatch
 from hfkvq.kernels.step import MAX_STEP
 
 from .callers import asked_to_compile, calling_model
@@ -128,7 +127,6 @@ class StepGraphs:
         """The model's call: replayed, captured, or as it is."""
         cache = kwargs["past_key_values"]
         self.placement.states.check()
-        self.sync.look_for_kernels()
         step = self._read(model, args, kwargs, cache.attached or bool(self.sync.first.layer.follows))
         if isinstance(step, str):
             say_once(f"{type(model).__name__}: steps are not captured, since {step}; they run without graphs.")
@@ -203,9 +201,6 @@ class StepGraphs:
 
     def _run(self, model: Any, interceptor: CallInterceptor, cache: WholeCache, step: Step) -> tuple[bool, Any]:
         sync = self.sync
-        if sync.waits:
-            # Nobody waits for the compiler.
-            return False, None
         # Graphs know where smoothing vectors lie, and keep them.
         smoothing = tuple(steps.layer.smoothing for steps in sync.members)
         kind = (id(model), self._setting(model), tuple(step.rest.items()), _shapes(step.tensors), smoothing)
@@ -238,9 +233,6 @@ class StepGraphs:
         if recorded is not None:
             # Of a model that is another now.
             del buffers.recordings[key]
-        if dispatch.compiling:
-            # Kernels of another cache are on their way: a graph might record the references that go in their place.
-            return False, None
         reason = interceptor.check_hooks()
         if reason is not None:
             self._give_up(model, kind, reason)

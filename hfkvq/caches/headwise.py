@@ -118,9 +118,9 @@ class HeadwiseStore(KVStore):
         arguments = arguments._replace(mask=self.folded_mask(arguments.mask, query.shape[1]))
         return self.unfolded(super().attend(self.folded(query), arguments))
 
-    def dense(self, side: Side, columns: int, plain: bool = False, back: bool = True) -> Tensor:
+    def dense(self, side: Side, columns: int, back: bool = True) -> Tensor:
         """See `KVStore.dense`; 0 where a head has evicted a token."""
-        return self.unfolded(super().dense(side, columns, plain, back))
+        return self.unfolded(super().dense(side, columns, back))
 
     def reorder(self, rows: Tensor) -> None:
         """See `KVStore.reorder`."""

@@ -2,7 +2,7 @@
 
 from .append import append
 from .decode import decode_attention
-from .dispatch import await_kernels, use_interpreter, use_reference
+from .dispatch import use_interpreter, use_reference
 from .due import due
 from .fused_step import append_attend, seal_tail
 from .gather import gather_rows
@@ -25,7 +25,6 @@ __all__ = [
     "append",
     "append_attend",
     "attention_moments",
-    "await_kernels",
     "channel_widths",
     "decode_attention",
     "dequantize_pages",

@@ -6,29 +6,11 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
-
-
-class Compiling(Protocol):
-    """Kernels that are being compiled beside."""
-
-    def lacks(self, module: str) -> bool:
-        """Whether one of this module, or package, of `hfkvq.kernels.triton` is not there yet."""
-        ...
-
-
-compiling: list[Compiling] = []
-"""What is being compiled beside, see `hfkvq.kernels.warm`."""
-
-awaited = 0
-"""Within how many contexts of `await_kernels` this process is."""
-
-MOST_BYTES = 32 << 20
-"""Of an op's first tensor, for which the reference goes while the kernel is being compiled."""
 
 _OPS: dict[str, CustomOpDef] = {}
 _REFERENCES: dict[str, Callable[..., Any]] = {}
@@ -36,8 +18,6 @@ _INTERPRETED: set[str] = set()
 _LAUNCHERS: dict[str, Callable[..., Any]] = {}
 # Device types on which ops that have a kernel take it.
 _KERNELS_ON = {"cuda": True, "cpu": False}
-# In which module or package of `hfkvq.kernels.triton` the kernels of an op are.
-_MODULES: dict[str, str] = {}
 # Leaving these contexts would switch the kernels on again, so they are kept.
 _SWITCHED_OFF: list[contextlib.AbstractContextManager[None]] = []
 
@@ -74,7 +54,7 @@ def triton_slot(name: str, launcher: str) -> None:
         return found()(*args)
 
     op = _OPS[name]
-    _LAUNCHERS[name], _MODULES[name] = run, module.partition(".")[0]
+    _LAUNCHERS[name] = run
     op.register_kernel("cuda")(run)
     op.register_kernel("cpu")(run)
     off = op.set_kernel_enabled("cpu", enabled=False)
@@ -87,9 +67,7 @@ def call(op: CustomOpDef, first: Tensor, *args: Any) -> Any:
     """Calls an op as ``op(*args)``, past PyTorch's dispatcher where nothing looks on.
 
     The dispatcher takes some twenty microseconds for an op like these, more than a launch. It is needed while a graph
-    is recorded, for tensor subclasses, and where gradients are. While a kernel of the op's own module is being compiled
-    beside, the reference goes instead. That is so of what prompts need. Attention's kernels have modules of their own:
-    cache layers see to their steps themselves.
+    is recorded, for tensor subclasses, and where gradients are.
 
     Args:
         op: what `define` returned.
@@ -99,16 +77,9 @@ def call(op: CustomOpDef, first: Tensor, *args: Any) -> Any:
     if not _is_unobserved(first):
         return op(*args)
     name = op._name
-    if name in _LAUNCHERS and _is_kernels_own(first) and not _is_on_its_way(name, first):
+    if name in _LAUNCHERS and _is_kernels_own(first):
         return _LAUNCHERS[name](*args)
     return _REFERENCES[name](*args)
-
-
-def _is_on_its_way(name: str, first: Tensor) -> bool:
-    # A reference takes some twelve times the memory of what it is given: for a long prompt, the kernel is waited for.
-    if not compiling or first.nbytes > MOST_BYTES:
-        return False
-    return any(each.lacks(_MODULES[name]) for each in list(compiling))
 
 
 def _is_unobserved(first: Tensor) -> bool:
@@ -118,7 +89,7 @@ def _is_unobserved(first: Tensor) -> bool:
 
 def launches(first: Tensor) -> bool:
     """Whether `call` would go straight to a kernel, whichever it is."""
-    return _is_kernels_own(first) and _is_unobserved(first) and not compiling
+    return _is_kernels_own(first) and _is_unobserved(first)
 
 
 def _is_kernels_own(first: Tensor) -> bool:
@@ -137,20 +108,6 @@ def _enabled(device: str, enabled: bool) -> Iterator[None]:
             yield
         finally:
             _KERNELS_ON[device] = before
-
-
-@contextlib.contextmanager
-def await_kernels() -> Iterator[None]:
-    """Within this context kernels that are being compiled are waited for, and no reference goes in their place.
-
-    For whoever measures: figures are those of the kernels from the first token on, and no time is that of compiling.
-    """
-    global awaited
-    awaited += 1
-    try:
-        yield
-    finally:
-        awaited -= 1
 
 
 def use_reference() -> contextlib.AbstractContextManager[None]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .decode import ABSENT, START, column_positions, dense_columns, newest_pages
-from .dispatch import define, reference, triton_slot
+from .dispatch import define, triton_slot
 from .hadamard import hadamard, saturated
 from .pages import Side, StoreFormat, split_runs
 
@@ -57,7 +57,6 @@ def gather_rows(
     columns: int,
     store: StoreFormat,
     side: Side,
-    plain: bool = False,
 ) -> Tensor:
     """Dense keys or values in logical order, rotated back: the way to attention functions that know no pages.
 
@@ -69,11 +68,9 @@ def gather_rows(
             no token that has fallen out of its pages.
         store: the layer's format.
         side: "keys" or "values".
-        plain: whether PyTorch's own operations do it, for which no kernel has to be compiled.
 
     Returns:
         (B, H, columns, D) in the model's dtype; 0 at padding, and wherever else a row has no token. Kernels and the
         reference agree to the bit.
     """
-    gather = reference("gather_rows") if plain else _gather_rows
-    return gather(counters, list(windows), list(runs), columns, store.spec, side)
+    return _gather_rows(counters, list(windows), list(runs), columns, store.spec, side)

@@ -21,10 +21,9 @@ from transformers.cache_utils import Cache
 import hfkvq
 from hfkvq.caches import MixedKVCache, Preset, make_cache
 from hfkvq.caches.cache import DEFAULT_SCHEME
+from hfkvq.caches.compile import compile_ahead
 from hfkvq.caches.tags import Tagger
-from hfkvq.caches.warm import compile_ahead
-from hfkvq.kernels import await_kernels
-from hfkvq.kernels.warm import SEVERAL
+from hfkvq.kernels.compile import SEVERAL
 from hfkvq.measure.demo.answers import answer_lengths, read_memory
 from hfkvq.measure.models import find_model
 from hfkvq.measure.records import clock
@@ -166,7 +165,7 @@ class HFKVQ(HFLM):
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def compile_ahead(self, presets: Iterable[Preset], tell: Callable[[str], object]) -> None:
-        """Compiles the kernels of all presets that `use` will be told; see `hfkvq.caches.warm.compile_ahead`."""
+        """Compiles the kernels of all presets that `use` will be told; see `hfkvq.caches.compile.compile_ahead`."""
         # Answers whose likelihood is asked for are of any length.
         steps = [tokens for tokens in SEVERAL if tokens <= self.cache_arguments.chunk]
         compile_ahead(self._subject, presets, steps, tell)
@@ -216,7 +215,6 @@ class HFKVQ(HFLM):
         """See `HFLM.loglikelihood_rolling`."""
         return self._by_task(super().loglikelihood_rolling, requests, disable_tqdm)
 
-    @await_kernels()
     def _by_task(self, answer: Callable[..., list[Any]], requests: Sequence[Instance], quiet: bool) -> list[Any]:
         """Answers requests task by task, so that each task's costs are its own."""
         found: dict[int, Any] = {}

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfkvq.caches.make import shapes_of
+from hfkvq.caches.compile import compile_ahead, shapes_of
 from hfkvq.caches.preset import Preset
 from hfkvq.caches.spelling import split_knobs
-from hfkvq.caches.warm import compile_ahead
-from hfkvq.kernels import await_kernels
 
 from .demo.answers import answer, make_cache, texts
 from .demo.prompts import Batch, Subject, is_right, make_batches
@@ -229,7 +227,6 @@ def _diverge(
             broken[error.cache] = "its logits are not numbers"
 
 
-@await_kernels()
 def examine(
     subject: Subject,
     tokens: Tensor,

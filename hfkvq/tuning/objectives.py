@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hfkvq.caches.make import make_cache
 from hfkvq.caches.preset import Preset
-from hfkvq.kernels import await_kernels
 from hfkvq.measure.divergence.intervals import mean_interval
 from hfkvq.measure.divergence.measurement import measure
 from hfkvq.measure.records import clock
@@ -193,7 +192,6 @@ class ReferenceTasks:
             batch for task in tasks for batch in make_batches(subject, task, samples, batch_size, seed, None)
         ]
 
-    @await_kernels()
     def __call__(self, preset: Preset, report: Report | None = None) -> Score:
         """Every answer is a sample."""
         from hfkvq.measure.demo.answers import answer, read_memory, texts
@@ -240,7 +238,6 @@ class Timed:
         score = self.objective(preset, report)
         return replace(score, milliseconds=self.milliseconds(preset))
 
-    @await_kernels()
     @torch.inference_mode()
     def milliseconds(self, preset: Preset) -> float:
         """Median of a step's milliseconds."""

@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache
 
 from hfkvq import MixedKVCache
-from hfkvq.kernels import warm
 from tests.caches.driver import small
 
 
@@ -24,8 +23,6 @@ def main(folder: str, out: str) -> None:
         torch.distributed.init_process_group("gloo")
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float32).eval()
     ids = torch.arange(60).view(2, 30).to(model.device)
-    # Kernels are compiled at their launch: how many steps are captured does not depend on time.
-    warm._start = lambda *_: None
     compiling = CompileConfig(backend="eager", mode=None)
     compiling._compile_all_devices = True
     found = {}

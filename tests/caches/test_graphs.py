@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import CompileConfig, DynamicCache
 
-from hfkvq import MixedKVCache, TriAxialCache, get_scheme, kernels
+from hfkvq import MixedKVCache, TriAxialCache, get_scheme
 from hfkvq.caches import capture, dense, graphs, placement
 from hfkvq.caches.layers.buffer import StepBuffer
 from tests.caches.driver import small
@@ -492,66 +492,9 @@ def test_compile_config_compiles(caplog):
     torch._dynamo.reset()
 
 
-class Kernels:
-    """Kernels that are being compiled until they are there."""
-
-    there = False
-    asked = 0
-
-    def is_done(self):
-        return self.there
-
-    def is_ready(self):
-        self.asked += 1
-        return self.there
-
-
-@pytest.mark.parametrize(
-    ("name", "length"),
-    [
-        *((name, None) for name in ("full", "kitty", "saw-int4-kv", "mixkvq", "triaxial", "arkv")),
-        *((name, 120) for name in ("kitty", "mixkvq", "arkv")),
-    ],
-)
-def test_steps_do_not_wait_for_the_compiler(name, length):
-    """While kernels are being compiled steps attend to dense tensors; afterwards they are captured."""
-    model, (ids, mask) = build("llama"), padded(2, 30)
-    want = MixedKVCache(model.config, SCHEMES[name], max_cache_len=length, graphs=False)
-    cache, done = MixedKVCache(model.config, SCHEMES[name], max_cache_len=length), Kernels()
-    cache.layers[0].steps.sync.wait_for(done)
-    logits = {}
-    for which, each in (("ours", cache), ("plain", want)):
-        found, now = [], mask
-        with torch.no_grad():
-            places = (mask.cumsum(1) - 1).clamp(min=0)
-            model(ids, attention_mask=mask, position_ids=places, past_key_values=each)
-            for i in range(34):
-                if i == 20 and which == "ours":
-                    # Nothing was captured so far.
-                    assert not PythonGraph.made
-                    # A forward goes one way from its first layer to its last.
-                    assert done.asked == 21
-                    done.there = True
-                now = torch.cat([now, now.new_ones(2, 1)], 1)
-                out = model(
-                    ids[:, i % 30, None], attention_mask=now, position_ids=places[:, -1:] + 1 + i, past_key_values=each
-                )
-                found.append(out.logits)
-        logits[which] = torch.cat(found, 1)
-    if name == "full":
-        torch.testing.assert_close(logits["ours"], logits["plain"], rtol=1e-3, atol=1e-3)
-    # A budget is kept by what attention in pages observes.
-    elif name != "arkv":
-        # The second layer quantizes what the first one's attention gave, whose last bits differ: a code on a rounding
-        # boundary is another then, which moves single logits. Tokens that are lost or doubled move all of them.
-        assert (logits["ours"] - logits["plain"]).norm() < 0.01 * logits["plain"].norm()
-    assert PythonGraph.made
-    assert cache.get_seq_length() == want.get_seq_length() == 64
-
-
 @pytest.mark.parametrize("before", [True, False])
 def test_dense_steps_go_without_cudnn(before, monkeypatch):
-    """It makes a plan for every length. A prompt keeps it, and what the user has set is set again."""
+    """cuDNN makes a plan for every length. A prompt keeps it, and what the user has set is set again."""
     model, seen = build("llama"), []
     attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -560,16 +503,16 @@ def test_dense_steps_go_without_cudnn(before, monkeypatch):
         return attend(query, *args, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    cache = MixedKVCache(model.config, SCHEMES["kitty"])
-    cache.layers[0].steps.sync.wait_for(Kernels())
     own = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(before)
-        steps(model, cache, 2, prompt(1, 20))
+        with torch.no_grad():
+            for tokens in (20, 5):
+                model(prompt(1, tokens), past_key_values=MixedKVCache(model.config, SCHEMES["kitty"]))
         assert torch.backends.cuda.cudnn_sdp_enabled() == before
     finally:
         torch.backends.cuda.enable_cudnn_sdp(own)
-    assert set(seen) == {(20, before), (1, False)}
+    assert set(seen) == {(20, before), (5, False)}
 
 
 def test_cudnn_comes_back_when_the_last_thread_is_out():
@@ -584,38 +527,6 @@ def test_cudnn_comes_back_when_the_last_thread_is_out():
         assert torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(own)
-
-
-def test_copies_wait_as_their_original_does():
-    model, kernels_of_both = build("llama"), Kernels()
-    cache = MixedKVCache(model.config, SCHEMES["kitty"])
-    clock = cache.layers[0].steps.sync
-    clock.wait_for(kernels_of_both)
-    steps(model, cache, 1)
-    other = copy.deepcopy(cache).layers[0].steps.sync
-    assert other.waits
-    assert other.compiling == [kernels_of_both]
-    assert other.warmed is not clock.warmed
-    saved = pickle.loads(pickle.dumps(cache)).layers[0].steps.sync
-    assert (saved.waits, saved.compiling, saved.warmed) == (False, [], [])
-
-
-@pytest.mark.parametrize("name", SCHEMES)
-def test_dense_tensors_of_rows_alike_need_no_positions(name, monkeypatch):
-    """Past every border: within the sink, while nothing is sealed, and where a tail begins anew."""
-    model, ids = build("llama", num_hidden_layers=1), prompt(2, 3)
-    cache = MixedKVCache(model.config, SCHEMES[name], graphs=False)
-    gather, asked = kernels.gather_rows, []
-    monkeypatch.setattr(kernels, "gather_rows", lambda *given: asked.append(given[-1]) or gather(*given))
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        for count in (*[1] * 8, *[5, 1] * 8, *[7] * 8):
-            model(prompt(2, count), past_key_values=cache)
-            store, seen = cache.layers[0].store, cache.get_seq_length()
-            for side in ("keys", "values"):
-                assert torch.equal(store.dense(side, seen, True), store.dense(side, seen))
-    # Where tokens have gone, or lie in several runs, the device has to say which.
-    assert any(asked) == (not store.format.ordered or getattr(SCHEMES[name], "interval", None) is not None)
 
 
 @pytest.mark.parametrize("value", ["0", "off"])

@@ -29,19 +29,17 @@ def generate(model, cache):  # noqa: F811
 @pytest.mark.parametrize("name", ["kitty-pro", "saw-int4", "mixkvq", "full"])
 def test_tokens_are_the_same_and_pages_are_not_on_the_gpu(model, name, how):  # noqa: F811
     found, held = [], []
-    # The first one waits for no kernel that is being compiled, and attends as PyTorch does.
+    # The first one also allocates what its process keeps.
     for on in (False, False, True):
         gc.collect()
         before = torch.cuda.memory_allocated()
         cache = MixedKVCache(model, name, offloading=on, **OPTIONS[how])
         found.append(generate(model, cache))
         sync = None if cache.graphs is None else cache.graphs.sync
-        while sync is not None and sync.compiling:
-            sync.look_for_kernels()
         memory = cache.memory()
         held.append(torch.cuda.memory_allocated() - before)
         captured = sync is not None and sync.buffers is not None and bool(sync.buffers.recordings)
-        assert captured == (how != "eager") or len(found) == 1
+        assert captured == (how != "eager")
         cache.integrity_check()
         # Its buffers go with it.
         del cache, sync

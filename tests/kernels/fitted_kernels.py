@@ -13,10 +13,8 @@ import torch
 import triton
 
 from hfkvq.caches import get_scheme
-from hfkvq.kernels.triton.ahead import compile_one
+from hfkvq.kernels.triton.compile import GPUS, compile_one, leave_gpu_alone
 from hfkvq.kernels.triton.seal.launch import seal_wanted
-from hfkvq.kernels.triton.warm import GPUS
-from hfkvq.kernels.triton.worker import leave_gpu_alone
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

@@ -15,6 +15,7 @@ import sys
 from triton.runtime.jit import JITFunction
 
 from hfkvq.kernels import triton as launchers
+from hfkvq.kernels.triton.compile import settle_name
 
 
 def functions() -> dict[str, JITFunction]:
@@ -31,7 +32,7 @@ FUNCTIONS = functions()
 
 def names(order: str) -> dict[str, str]:
     for name in FUNCTIONS if order == "forward" else reversed(FUNCTIONS):
-        FUNCTIONS[name].cache_key  # noqa: B018
+        settle_name(FUNCTIONS[name])
     return {name: function.cache_key for name, function in FUNCTIONS.items()}
 
 

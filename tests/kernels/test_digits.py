@@ -11,15 +11,11 @@ import pytest
 COMPILE = """
 import sys
 import torch
-from triton.runtime import driver
 from hfkvq.kernels.pages import StoreFormat
-from hfkvq.kernels.triton._lib import Gpu, stand_in
+from hfkvq.kernels.triton.compile import GPUS, leave_gpu_alone
 from hfkvq.kernels.triton.decode import decode_wanted
-from hfkvq.kernels.triton.worker import Absent
 
-gpu = Gpu("NVIDIA H200", 9, 0, 132, 228 << 10)
-stand_in(gpu)
-driver.set_active(Absent(gpu))
+leave_gpu_alone(GPUS[90])
 form = StoreFormat.parse(sys.argv[1])
 each = next(decode_wanted(form, 8, 32, 128, 128, torch.bfloat16, torch.device("cuda", 0)))
 print(each.kernel.warmup(*each.arguments, grid=(1,), **each.constants).asm["ttgir"])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hfkvq.kernels.triton.compile import GPUS
 from hfkvq.kernels.triton.limits import LIMITS, programs_that_fit
-from hfkvq.kernels.triton.warm import GPUS
 
 ROOT = Path(__file__).resolve().parents[2]
 

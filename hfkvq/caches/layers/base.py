@@ -211,10 +211,6 @@ class LayerBase:
         """Brings what the layer holds to where recorded steps look for it; see `KVLayer.bind`."""
         raise NotImplementedError
 
-    def gathers(self, tokens: int = 0) -> bool:
-        """Whether staged tokens wait for more; see `KVLayer.gathers`."""
-        raise NotImplementedError
-
     def dense(self, side: Side) -> Tensor:
         """Dequantized keys or values; see `KVLayer.dense`."""
         raise NotImplementedError

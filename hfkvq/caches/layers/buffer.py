@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfkvq.kernels import warm
-from hfkvq.kernels.step import MAX_STEP, Allocation, StepPlan, StepState, buffer_bytes, settle, views_of_buffer
+from hfkvq.kernels.step import Allocation, StepPlan, StepState, buffer_bytes, settle, views_of_buffer
 
 from ..capture import RECORDERS
 from ..lasting import lasting
@@ -80,11 +79,8 @@ class StepBuffer(Part):
             for part in (self.state.new, self.state.sealed, self.state.flag, self.state.sums, self.state.counts):
                 part.zero_()
 
-    def start(self, tokens: int) -> None:
-        """Takes the buffer that an empty layer still has, if it is of the shape that is wanted now.
-
-        What the coming prompt of so many tokens and its steps launch is compiled meanwhile.
-        """
+    def start(self) -> None:
+        """Takes the buffer that an empty layer still has, if it is of the shape that is wanted now."""
         layer = self.layer
         store = layer.held()
         for side in SIDES if layer.device.type in RECORDERS and self.eviction is None else ():
@@ -99,21 +95,6 @@ class StepBuffer(Part):
         if layer.capacity is None or not self.follows_prompts:
             self.bind()
         # Else its room follows from what the prompt leaves.
-        self.warm(tokens)
-
-    def warm(self, tokens: int) -> None:
-        """Begins to compile what this layer, and others of its scheme, will launch."""
-        layer = self.layer
-        kind = layer.scheme, layer.record_past, layer.window
-        if layer.device.type != "cuda" or kind in self.sync.warmed:
-            return
-        self.sync.warmed.append(kind)
-        plan = self._plan_for(self.room or tokens + MAX_STEP, self.plan)
-        if plan is not None:
-            query_heads = plan.fold * layer.held().heads * self.queries_per_head
-            done = warm.start(plan, query_heads, layer.device, layer.scheme.channel_rule, layer.record_past)
-            if done is not None and self.sync.captured:
-                self.sync.wait_for(done)
 
     def _plan_for(self, room: int, before: StepPlan | None) -> StepPlan | None:
         return make_plan(self.layer, room, before, self.eviction, self.queries_per_head)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from ..scheme import Scheme
 from .base import uneven
-
-if TYPE_CHECKING:
-    from hfkvq.kernels.triton.ahead import Beside
 
 M = TypeVar("M")
 
@@ -68,19 +64,13 @@ class DeviceSync(Group[Any]):
         holes: whether columns within a row are padding, which are stored: from then on every step needs one.
         buffers: of all layers, with the graphs that were captured over them: a `BufferSet`; None without, and once a
             layer has another buffer.
-        warmed: schemes whose kernels are being compiled, or are there; whether for steps of several tokens, and for
-            which window.
-        compiling: those that are on their way.
-        waits: whether the running forward does without them, and so attends to dense keys and values.
-        captured: whether steps are captured, so that they go without kernels that are not there yet.
+        captured: whether steps are captured.
     """
 
     def __init__(self, members: Sequence[Any]) -> None:
         super().__init__(members)
         self.buffers: Any = None
-        self.warmed: list[tuple[Scheme, bool, int]] = []
-        self.compiling: list[Beside] = []
-        self.waits = self.captured = False
+        self.captured = False
         self.forget()
         for i, member in enumerate(members):
             member.sync, member.leads = self, i == 0
@@ -100,27 +90,9 @@ class DeviceSync(Group[Any]):
         seen = {member.layer.seen for member in self.members}
         return len(seen) == 1 and seen.pop() > before
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceSync:
-        """Of the same layers' copies, which have no buffers yet."""
-        new = super().__deepcopy__(memo)
-        new.compiling, new.waits, new.warmed = list(self.compiling), self.waits, list(self.warmed)
-        return new
-
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but graphs and kernels; references that can be saved."""
-        return super().__getstate__() | {"buffers": None, "compiling": [], "waits": False, "warmed": []}
-
-    def wait_for(self, kernels: Beside) -> None:
-        """Forwards do without these kernels until they are there; the running one does in any case."""
-        if not kernels.is_done():
-            self.compiling.append(kernels)
-            self.waits = True
-
-    def look_for_kernels(self) -> None:
-        """Sees, before a forward, whether kernels are there: within one, nothing changes."""
-        if self.compiling:
-            self.compiling = [kernels for kernels in self.compiling if not kernels.is_ready()]
-            self.waits = bool(self.compiling)
+        """Everything but graphs; references that can be saved."""
+        return super().__getstate__() | {"buffers": None}
 
     def count(self, tokens: int) -> None:
         """Notes a graph step of so many tokens."""

@@ -97,29 +97,26 @@ def is_allocated_for(layer: LayerBase, keys: Tensor, values: Tensor) -> bool:
     return store is not None and (bool(layer.seen) or _kind(keys, values) == _kind_held(layer, store))
 
 
-def push_staged(layer: LayerBase, mask: Tensor | None, queries: int, waits: bool) -> bool:
+def push_staged(layer: LayerBase, mask: Tensor | None, queries: int) -> bool:
     """Lets staged tokens of a step join the store before attention; see `KVLayer.begin`.
 
     Args:
         layer: whose they are.
         mask: shows where padding is.
         queries: number of query rows.
-        waits: whether kernels of steps are still being compiled: meanwhile a step is attended to as a prompt is.
     """
     store = layer.held()
     if layer.staged is None:
-        return queries <= MAX_STEP and not waits
+        return queries <= MAX_STEP
     keys, values = layer.staged
     tokens = keys.shape[2]
     # With shared keys and values, a later layer may come without a mask: what was found stays.
-    # Of what was gathered, what came before was no padding.
-    gathered = tokens > layer.newest > 0
-    if mask is not None and not gathered and (tokens > 1 or any(state.length == 0 for state in store.states)):
+    if mask is not None and (tokens > 1 or any(state.length == 0 for state in store.states)):
         layer.padding = layer.reader.read(mask, layer.columns, tokens, store.row_lengths)
     if layer.hold:
         store.reserve_tail(layer.hold)
     holes = layer.padding is not None and layer.padding.source is not None
-    if store.longest == 0 or not store.fits(tokens) or holes or waits:
+    if store.longest == 0 or not store.fits(tokens) or holes:
         return False
     store.push(keys, values, layer.padding)
     layer.staged, layer.uncommitted = None, True

@@ -18,7 +18,6 @@ from .followed import COUNTS_KEYS, recorded_handles, refuse_unseen
 from .handle import LazyKV, handles
 from .incoming import check_update, is_allocated_for
 from .paged import PagedLayer
-from .waiting import gathered
 
 
 class _Dense:
@@ -92,7 +91,7 @@ class KVLayer(PagedLayer, CacheLayerMixin):
         self.heads, self.batch_size = key_states.shape[1], key_states.shape[0]
         self.is_initialized = True
         if self.buffer is not None:
-            self.buffer.start(key_states.shape[2])
+            self.buffer.start()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[LazyKV, LazyKV]:  # type: ignore[override]
         """Stages new tokens and returns handles to everything the layer holds.
@@ -134,13 +133,10 @@ class KVLayer(PagedLayer, CacheLayerMixin):
             raise refuse_unseen(self)
         if not is_allocated_for(self, key_states, value_states):
             self.lazy_initialization(key_states, value_states)
-        if self.staged is not None and self.gathers(key_states.shape[2]):
-            self.staged = gathered(self.staged, key_states, value_states)
-        else:
-            self.settle()
-            if self.tags is not None:
-                self.tags.requantize(self)
-            self.staged, self.padding = (key_states, value_states), None
+        self.settle()
+        if self.tags is not None:
+            self.tags.requantize(self)
+        self.staged, self.padding = (key_states, value_states), None
         batch, heads, tokens, key_dim = key_states.shape
         self.new_columns = self.newest = tokens
         self.seen += tokens
@@ -186,11 +182,8 @@ class KVLayer(PagedLayer, CacheLayerMixin):
         """From now on the newest tokens stay unsealed long enough to be taken back by `crop`."""
         if self.steps is not None:
             self.steps.catch_up()
-        begins, self.record_past = not self.record_past, True
+        self.record_past = True
         self.bind()
-        if begins and self.buffer is not None and self.store is not None:
-            # Tails are longer from now on.
-            self.buffer.warm(self.seen)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the newest tokens.

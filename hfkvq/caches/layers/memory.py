@@ -30,9 +30,6 @@ def memory_of(pieces: Sequence[Any], seen: int) -> MemoryReport:
         seen: logical tokens of the cache.
     """
     layers = [layer for layer in pieces if isinstance(layer, KVLayer)]
-    for layer in layers:
-        # A step that still waits for the compiler makes it anew.
-        layer.kept = None
     stores = [layer.store for layer in layers if layer.store is not None]
     parts = sum((store.nbytes() for store in stores), StoreBytes())
     elements = [store.elements() for store in stores]

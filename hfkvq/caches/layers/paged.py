@@ -27,7 +27,6 @@ from .queries import QueryStatistics
 from .steps import DeviceSteps
 from .tags import TokenTags
 from .tiers import TierEvictor
-from .waiting import Kept, dense_before, may_gather
 
 
 def _evictor(layer: LayerBase) -> Eviction[Any]:
@@ -53,7 +52,6 @@ class PagedLayer(LayerBase):
         eviction: keeps a budget, where the scheme has one, else None.
         buffer: gives the store fixed addresses, where steps may be recorded, else None.
         steps: brings host and device together after such steps; None like the buffer.
-        kept: dequantized, for the next step that waits for the compiler; None once the store changes.
     """
 
     fuses_steps = True
@@ -77,20 +75,6 @@ class PagedLayer(LayerBase):
         self.buffer = StepBuffer(self, self.queries, self.eviction) if recordable else None
         self.steps = None if self.buffer is None else DeviceSteps(self, self.buffer, self.eviction)
 
-    def forget(self) -> None:
-        """Forgets all tokens."""
-        super().forget()
-        self.kept: Kept | None = None
-
-    @property
-    def waits(self) -> bool:
-        """Whether the running forward does without kernels, which are being compiled."""
-        return self.steps is not None and self.steps.sync.waits
-
-    def gathers(self, tokens: int = 0) -> bool:
-        """Whether what is staged, and so many tokens more, stay staged for now; see `may_gather`."""
-        return self.staged is not None and self.waits and may_gather(self, tokens)
-
     # What attention functions call; see `hfkvq.caches.layers.forward`.
 
     def begin(self, mask: Tensor | None, queries: int) -> bool:
@@ -107,7 +91,7 @@ class PagedLayer(LayerBase):
         steps, eviction = self.steps, self.eviction
         self.close()
         asks = eviction is not None and eviction.before_begin()
-        pages = push_staged(self, mask, queries, self.waits)
+        pages = push_staged(self, mask, queries)
         if eviction is not None and asks:
             eviction.after_begin()
         if not pages and self.evicted:
@@ -141,7 +125,7 @@ class PagedLayer(LayerBase):
             waiting = keys.local + keys.unit + self.hold
             self.queries.observe(query, self.new_columns, self.heads, self.padding, waiting)
         self.new_columns = 0
-        if not self.defer and not self.gathers():
+        if not self.defer:
             self.settle()
 
     def settle(self, commit: bool = True) -> None:
@@ -154,7 +138,6 @@ class PagedLayer(LayerBase):
         left = self.staged is not None or self.uncommitted or (eviction is not None and eviction.pending is not None)
         if self.store is None or not left:
             return
-        self.kept = None
         self.close()
         try:
             if eviction is None:
@@ -199,9 +182,6 @@ class PagedLayer(LayerBase):
         before = self.columns - self.staged_length
         if new is not None and not before:
             return new
-        if self.steps is not None and self.waits:
-            old, self.kept = dense_before(self, side, self.kept, len(self.steps.sync.members))
-            return old if new is None else torch.cat([old, new], 2)
         if new is None or self.window:
             old = store.dense(side, before)
             return old if new is None else torch.cat([old, new], 2)
@@ -231,7 +211,6 @@ class PagedLayer(LayerBase):
         new: PagedLayer = object.__new__(type(self))
         memo[id(self)] = new
         vars(new).update(vars(self))
-        new.kept = None
         if self.store is not None:
             new.store = copy.deepcopy(self.store, memo)
         new.tags, new.queries = copy.deepcopy(self.tags, memo), copy.deepcopy(self.queries, memo)
@@ -259,7 +238,7 @@ class PagedLayer(LayerBase):
         if self.steps is None:
             return dict(self.__dict__)
         self.steps.catch_up()
-        return self.__dict__ | {"store": copy.deepcopy(self.store), "kept": None}
+        return self.__dict__ | {"store": copy.deepcopy(self.store)}
 
     @lasting
     def __setstate__(self, state: dict[str, Any]) -> None:

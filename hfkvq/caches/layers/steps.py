@@ -10,7 +10,6 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.step import MAX_STEP, run_step, seen
 
-from ..model_calls import is_inside_call
 from ..recorded import is_recorded
 from ..row_states import row_states
 from .base import LayerBase, Part
@@ -67,8 +66,8 @@ class DeviceSteps(Part):
 
     @property
     def run_eagerly(self) -> bool:
-        """Whether an eager step goes as that of any layer: before there is a buffer, and once its kernels are there."""
-        return self.buffer.tensor is None and not self.sync.waits
+        """Whether an eager step goes as that of any layer: before there is a buffer."""
+        return self.buffer.tensor is None
 
     # Steps that the host does not see.
 
@@ -122,9 +121,7 @@ class DeviceSteps(Part):
 
     def finish_update(self) -> None:
         """Does what is left of an update whose attention never called `KVLayer.finish`."""
-        # A compiled step, which is announced from outside of calls, finds in its buffer what has joined the store.
-        if not (is_inside_call() and self.layer.gathers()):
-            self.layer.settle()
+        self.layer.settle()
 
     def catch_up(self) -> None:
         """Makes sure that the host knows what the device holds."""
@@ -134,8 +131,6 @@ class DeviceSteps(Part):
     def before_update(self, tokens: int) -> None:
         """Makes ready for so many tokens in Python."""
         layer, buffer, sync = self.layer, self.buffer, self.buffer.sync
-        if self.leads and not is_inside_call():
-            sync.look_for_kernels()
         sync.catch_up()
         if layer.capacity is None and buffer.tensor is not None and layer.seen + tokens > buffer.room:
             buffer.leave()
@@ -178,8 +173,7 @@ class DeviceSteps(Part):
 
     def need_no_mask(self) -> bool:
         """Whether steps need no mask: nothing that is stored is padding, and every row has something stored."""
-        if self.layer.capacity is None or self.buffer.tensor is None or self.sync.waits:
-            # Dense keys and values have padding among them.
+        if self.layer.capacity is None or self.buffer.tensor is None:
             return False
         return self.sync.ready and not self.sync.holes
 
@@ -199,7 +193,7 @@ class DeviceSteps(Part):
         """Whether the staged tokens can go through `run`."""
         layer = self.layer
         # A trim may be due, and the host is here.
-        if layer.staged is None or not self.is_bound or self.sync.waits or self.trims:
+        if layer.staged is None or not self.is_bound or self.trims:
             return False
         tokens = layer.staged[0].shape[2]
         if tokens > self.most_tokens():

@@ -20,7 +20,7 @@ store, and else `kernels.seal_side`, which the former ends in, as steps do.
 - `sealing`: tokens leave the tail, or a prompt, for pages; `rules`: by which kernels.
 - `requantize`: the operation; `moves`: which tokens stay, come and go; `columns`: tokens of pages, bit for bit.
 - `cropping`: the newest tokens are taken back. `rows`: rows are reordered, shared, dropped and joined.
-- `reading`: dense tensors. `packing`: a state for a file. `accounting`: bytes and bits. `integrity`: whether all that
+- `packing`: a state for a file. `accounting`: bytes and bits. `integrity`: whether all that
   contradicts itself.
 """
 

@@ -19,7 +19,6 @@ from ..scheme import Layout, Scheme
 from . import accounting
 from .accounting import PayloadBits, StoreBytes
 from .growth import GROWTH, grow, grow_tail, pages_for, tail_limits
-from .reading import dense_alike
 from .state import SIDES, StoreState
 
 
@@ -154,18 +153,16 @@ class StoreView:
             query, state.counters, state.windows, self.flat_runs(), mask, sinks, scaling, softcap, self.format
         )
 
-    def dense(self, side: Side, columns: int, plain: bool = False, back: bool = True) -> Tensor:
+    def dense(self, side: Side, columns: int, back: bool = True) -> Tensor:
         """(B, H, columns, D) in logical order, 0 at padding.
 
-        By PyTorch's operations if ``plain``; rotated back, or else in the store's basis.
+        Rotated back, or else in the store's basis.
         """
         state = self.state
         if not back:
             form = replace(self.format, rotate_keys=0, rotate_values=0)
             return kernels.gather_rows(state.counters, state.windows, self.flat_runs(), columns, form, side)
-        if plain and self.format.ordered and len(state.states) == 1 and state.longest == columns:
-            return dense_alike(state, side)
-        return kernels.gather_rows(state.counters, state.windows, self.flat_runs(), columns, self.format, side, plain)
+        return kernels.gather_rows(state.counters, state.windows, self.flat_runs(), columns, self.format, side)
 
     def dense_before(self, new: Tensor, side: Side, columns: int, back: bool = True) -> Tensor:
         """(B, H, columns, D): everything held, as `dense` has it, and ``new`` (B, H, t, D) in the last columns.

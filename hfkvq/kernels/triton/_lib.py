@@ -13,10 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..pages import PageFormat, Side
-from .keys import look_into_callees_first
-
-# Before any kernel is compiled: all of them use what is here.
-look_into_callees_first()
 
 F16_MAX = tl.constexpr(65504.0)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..hadamard import hadamard
 from ..pages import StoreFormat
-from .ahead import Wanted
+from .compile import Wanted
 from .configs import edition
 from .decode_formats import BLOCK, is_served
 from .decode_plan import LONG, Queries, Scoring, plan_of, rotates, table_places

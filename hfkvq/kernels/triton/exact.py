@@ -14,7 +14,7 @@ from torch import Tensor
 from ..dispatch import reference
 from ..pages import PageFormat
 from ._lib import power
-from .ahead import Wanted
+from .compile import Wanted
 from .launch import Launch
 
 

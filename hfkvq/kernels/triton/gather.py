@@ -30,7 +30,7 @@ from ._lib import (
     page_tensors,
     power,
 )
-from .ahead import Wanted
+from .compile import Wanted
 from .hadamard import saturated, turned
 
 TILE, WARPS = 4096, 4

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..hadamard import block_of, factor_of
 from ..hadamard import saturated as rounded
 from ._lib import F16_MAX, cdiv, on_device
-from .ahead import Wanted
 from .chance import chance
+from .compile import Wanted
 from .launch import Launch
 
 

@@ -13,7 +13,7 @@ from ..dispatch import reference
 from ..hadamard import block_of, factor_of, hadamard
 from ..pages import PageFormat, StoreFormat
 from ._lib import capability, cdiv, multiprocessors, power
-from .ahead import Wanted
+from .compile import Wanted
 from .configs import edition, lookup
 from .decode_formats import BLOCK, DTYPES, split_counts
 from .decode_plan import Queries, Scoring

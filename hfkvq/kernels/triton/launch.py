@@ -14,7 +14,7 @@ from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
 from ._lib import capability
-from .ahead import Wanted, load
+from .compile import Wanted, load, settle_name
 from .limits import LIMITS, RESERVED, programs_that_fit
 
 Nest = Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -60,6 +60,7 @@ class Launch:
     ) -> None:
         self._kernel, self._nest = kernel, nest
         self._device, self._most = device, most
+        settle_name(kernel)
         self.grid = (*grid, 1, 1)[:3]
         self.numbers, self.constants = dict(numbers), dict(constants)
         # Launches go by position: a binary is given values alone.

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..dispatch import reference
 from ..moments import LEAST
 from ._lib import cdiv, on_device
-from .ahead import Wanted
+from .compile import Wanted
 
 BLOCK = 2048
 """Keys of a query that are summed at a time."""

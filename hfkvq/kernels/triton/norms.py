@@ -14,7 +14,7 @@ from ..dispatch import reference
 from ..norms import DEVIATIONS, FACTORS, LEAST, Balance
 from ..pages import PageFormat
 from ._lib import F16_MAX, on_device, power
-from .ahead import Wanted
+from .compile import Wanted
 
 MOST_ELEMENTS = 32768
 """Largest page that a program takes: it and its squares stay in registers, or nearly."""

@@ -29,7 +29,7 @@ from ._lib import (
     page_tensors,
     power,
 )
-from .ahead import Wanted
+from .compile import Wanted
 
 PROGRAMS_PER_SM = 8
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._lib import cdiv, on_device, power
-from .ahead import Wanted
+from .compile import Wanted
 
 CHUNK, STEP = 256, 16
 """Tokens of a program, and those that it looks at together."""

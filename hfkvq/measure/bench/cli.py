@@ -122,7 +122,7 @@ def bench_kernels(
     device = bench_device()
 
     from . import kernels
-    from .ahead import Compiler
+    from .compile import compile_formats
 
     given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     shapes, names = _cases(sizes, formats, latents, dtype, queries, **given)
@@ -132,11 +132,9 @@ def bench_kernels(
         fail(error)
     console = make_console()
     waiting = stoppable("nothing has been measured yet; compiled kernels are kept.")
-    with waiting, Compiler(shapes, device) as compiler, progress_bar() as show:
-        compiler.begin(names)
-        for i, name in enumerate(names):
-            show(f"compiling {name}", i / len(names))
-            compiler.wait((name,))
+    with waiting, progress_bar() as show:
+        show("compiling", 0.0)
+        compile_formats(names, shapes, device)
         try:
             errors = kernels.self_check(names, shapes, device)
         except ValueError as error:
@@ -226,6 +224,4 @@ def bench_tune(
     console.print(tune.table(findings))
     if len(findings) < variants:
         console.print(f"{len(findings)} of {variants} variants in {minutes:g} minutes; name --formats for the others.")
-    if late := sum(finding.late for finding in findings):
-        console.print(f"{late} candidates were not compiled in time, and so not tried; allow more --minutes.")
     print_saved(console, json_file if found else None, path)

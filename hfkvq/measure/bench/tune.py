@@ -19,8 +19,8 @@ from hfkvq.kernels.triton._lib import properties
 
 from ..records import now, versions
 from ..tables import new_table
-from .ahead import Compiler, Variant, kernels_of, plain
 from .cases import Shape, fill
+from .compile import attending, compile_candidates, compile_formats
 from .kernels import store_calls
 from .timing import cache_size, time_calls
 
@@ -78,7 +78,6 @@ class Finding:
         before: knobs before.
         after: best knobs; the same where nothing was better.
         share: time with them over the time before, geometric mean over formats and shapes.
-        late: candidates that were not compiled before time was over, and so not measured.
     """
 
     kernel: str
@@ -86,7 +85,6 @@ class Finding:
     before: configs.Knobs
     after: configs.Knobs
     share: float
-    late: int = 0
 
 
 def candidates(kernel: str, start: configs.Knobs) -> list[dict[str, int]]:
@@ -110,7 +108,6 @@ def search(
     start: configs.Knobs,
     timers: Sequence[Timer],
     progress: Progress,
-    ready: Callable[[Mapping[str, int]], bool] = lambda knobs: True,
 ) -> Finding:
     """Tries the candidates of one kernel variant.
 
@@ -121,7 +118,6 @@ def search(
         timers: measure with the knobs in force, one for each format and shape; raise where these are more than the
             GPU has. A candidate that is slower with the first is not given to the others.
         progress: is told what is tried, and the share done.
-        ready: waits until a candidate is compiled; False where there is no time left for it.
     """
     base = [timer() for timer in timers]
     tried: list[tuple[Mapping[str, int], float]] = [(start, 1.0)]
@@ -141,21 +137,18 @@ def search(
             configs.try_out(kernel, key, start)
         return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
-    todo, late = candidates(kernel, start), 0
+    todo = candidates(kernel, start)
     for i, knobs in enumerate(todo):
         progress(f"{key} {_difference(start, knobs)}", i / (len(todo) + 1))
-        if ready(knobs):
-            tried.append((knobs, share_of(knobs)))
-        else:
-            late += 1
+        tried.append((knobs, share_of(knobs)))
     joined = combination(start, tried)
-    if all(joined != knobs for knobs, _ in tried) and ready(joined):
+    if all(joined != knobs for knobs, _ in tried):
         progress(f"{key} {_difference(start, joined)}", len(todo) / (len(todo) + 1))
         tried.append((joined, share_of(joined)))
     best, share = min(tried, key=lambda pair: pair[1])
     if share > WORTHWHILE:
         best, share = start, 1.0
-    return Finding(kernel, key, dict(start), dict(best), share, late)
+    return Finding(kernel, key, dict(start), dict(best), share)
 
 
 def _difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:
@@ -186,31 +179,25 @@ def tune(
         The findings, and how many variants there are.
     """
     end = time.monotonic() + 60 * minutes
-    uses: dict[Variant, list[str]] = {}
+    uses: dict[tuple[str, str], list[str]] = {}
     for name in formats:
         configs.renew()
-        list(kernels_of(name, shapes[0], device))
+        list(attending(name, shapes[0], device))
         for variant in sorted({(kernel, key) for _, kernel, key in configs.ANSWERS}):
             uses.setdefault(variant, []).append(name)
     findings: list[Finding] = []
     with contextlib.ExitStack() as stack:
-        compiler = stack.enter_context(Compiler(shapes[:1], device, end))
         for variant in uses:
             stack.callback(configs.try_out, *variant, None)
-        tried = {variant: candidates(variant[0], configs.lookup(device, *variant)) for variant in uses}
-        compiler.begin(formats, tried, uses)
         for (kernel, key), names in uses.items():
-            progress(f"{key}: compiling", 0.0)
-            if not all([compiler.wait((name,)) for name in names]):
+            if time.monotonic() >= end:
                 break
-            timers = list(_timers(names, shapes, device, progress))
+            progress(f"{key}: compiling", 0.0)
             start = configs.lookup(device, kernel, key)
-            own = [(name, kernel, key) for name in names]
-
-            def ready(knobs: Mapping[str, int], own: Sequence[tuple[str, ...]] = own) -> bool:
-                return all([compiler.wait((*each, plain(knobs))) for each in own])
-
-            finding = search(kernel, key, start, timers, progress, ready)
+            compile_formats(names, shapes[:1], device)
+            compile_candidates(kernel, key, candidates(kernel, start), names, shapes[0], device)
+            timers = list(_timers(names, shapes, device, progress))
+            finding = search(kernel, key, start, timers, progress)
             findings.append(finding)
             keep(finding)
             # Variants of one format run together, so the next is measured beside the best of this one.

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
+from hfkvq.caches.compile import compile_ahead
 from hfkvq.caches.preset import get_preset
 from hfkvq.caches.registry import listed
 from hfkvq.caches.scheme import Scheme, get_scheme, list_schemes
-from hfkvq.caches.warm import compile_ahead
-from hfkvq.kernels import await_kernels
 
 from ..records import BASELINE, device_name, finite, versions
 from .answers import Written, answer, kl_divergence, make_cache, predictions, read_memory, texts
@@ -76,7 +75,6 @@ def choose_schemes(names: Sequence[str] = ()) -> dict[str, Scheme]:
     return {name: scheme for scheme, name in distinct.items()}
 
 
-@await_kernels()
 def run_demo(
     subject: Subject,
     settings: Settings,

@@ -16,12 +16,11 @@ from transformers.cache_utils import DynamicLayer
 
 from hfkvq.caches.attention import NAME
 from hfkvq.caches.cache import MixedKVCache
+from hfkvq.caches.compile import compile_ahead
 from hfkvq.caches.dense import WITHOUT_CUDNN
 from hfkvq.caches.make import make_cache
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.scheme import Scheme
-from hfkvq.caches.warm import compile_ahead
-from hfkvq.kernels import await_kernels
 from hfkvq.kernels.step import MAX_STEP
 from hfkvq.measure.demo.answers import read_memory
 
@@ -196,7 +195,6 @@ def _check(model: Any, tokens: Tensor, prefill: int, chunk: int, batch_size: int
         raise ValueError(f"model: {type(model).__name__} is an encoder-decoder model; choose a decoder-only one.")
 
 
-@await_kernels()
 def measure(
     model: Any,
     tokens: Tensor,

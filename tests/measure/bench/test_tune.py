@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import time
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
-
 import pytest
 import torch
 
 from hfkvq import kernels
 from hfkvq.kernels.triton import configs
-from hfkvq.kernels.triton._lib import Gpu
-from hfkvq.measure.bench import ahead, tune
+from hfkvq.measure.bench import compile, tune
 from hfkvq.measure.bench.cases import Shape
 from hfkvq.measure.bench.timing import Timing
 
@@ -22,13 +16,13 @@ KEY = "2c128/2t128,D128,N8"
 START = dict(configs.DEFAULTS["decode"])
 
 
-def search(model, start=START, ready=lambda knobs: True):
+def search(model, start=START):
     """Searches where ``model(knobs)`` gives the times."""
     said = []
 
     timers = [lambda i=i: model(configs.lookup(CPU, "decode", KEY))[i] for i in range(len(model(start)))]
     configs.try_out("decode", KEY, start)
-    found = tune.search("decode", KEY, start, timers, lambda what, share: said.append((what, share)), ready)
+    found = tune.search("decode", KEY, start, timers, lambda what, share: said.append((what, share)))
     configs.try_out("decode", KEY, None)
     assert all(0 <= share < 1 for _, share in said)
     return found, [what for what, _ in said]
@@ -99,90 +93,6 @@ def test_a_candidate_that_is_slower_at_first_is_measured_once():
     assert [asked.count(stages) for stages in (3, 2, 7)] == [2, 1, 1]
 
 
-def test_candidates_that_are_not_compiled_in_time_are_left_out():
-    found, _ = search(lambda knobs: [100.0 - 10 * knobs["stages"]], ready=lambda knobs: knobs["stages"] == 3)
-    assert (found.after, found.share) == (START, 1.0)
-    # A run that has looked at little must not read like one that has found nothing.
-    assert found.late == len(tune.candidates("decode", START)) - 1
-    found, _ = search(lambda knobs: [100.0 + knobs["stages"]], ready=lambda knobs: knobs["stages"] == 2)
-    assert found.after["stages"] == 2
-
-
-class Jobs:
-    """A pool that notes what it is given, and does some of it."""
-
-    def __init__(self, workers, context, initializer, initargs):
-        assert context.get_start_method() == "forkserver"
-        assert (initializer, initargs[0].name) == (ahead.leave_gpu_alone, "Synthetic")
-        self.given, self.late = [], ()
-
-    def submit(self, function, *args):
-        self.given.append((function.__name__, *args))
-        job = Future()
-        if args[0] == "dies":
-            raise BrokenProcessPool
-        if args[0] not in self.late:
-            job.set_result(None)
-        return job
-
-    def shutdown(self, **how):
-        assert how == {"wait": False, "cancel_futures": True}
-
-
-@pytest.fixture
-def compiler(monkeypatch):
-    """Of a GPU that is not there."""
-    monkeypatch.setattr(ahead, "ProcessPoolExecutor", Jobs)
-    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(ahead, "properties", lambda device: Gpu("Synthetic", 9, 0, 132, 228 << 10))
-
-    def make(end):
-        # Kernels are the same for all contexts and rows, not for all numbers of queries.
-        shapes = [Shape(1, 64), Shape(32, 8192), Shape(1, 64, queries=4)]
-        return ahead.Compiler(shapes, torch.device("cuda", 0), end)
-
-    return make
-
-
-def test_candidates_are_compiled_in_the_order_of_measuring(compiler):
-    with compiler(math.inf) as own:
-        tried = tune.candidates("decode", START)
-        own.begin(["kitty", "int4"], {("decode", "a"): tried}, {("decode", "a"): ["int4"]})
-        shapes = [Shape(1, 1024), Shape(1, 1024, queries=4)]
-        assert own._pool.given == [
-            *(
-                (function, name, shape)
-                for name in ("kitty", "int4")
-                for function, shape in (
-                    ("compile_store", shapes[0]),
-                    ("compile_attention", shapes[0]),
-                    ("compile_attention", shapes[1]),
-                )
-            ),
-            *(("compile_candidate", "int4", shapes[0], "decode", "a", knobs) for knobs in tried),
-        ]
-        assert own.wait(("kitty",))
-        assert own.wait(("int4", "decode", "a", ahead.plain(tried[0])))
-        # Nobody asked for it: a launch compiles it.
-        assert own.wait(("int4", "decode", "b", ()))
-
-
-def test_nothing_is_waited_for_beyond_the_end(compiler):
-    with compiler(time.monotonic() + 0.05) as own:
-        own.begin([])
-        own._pool.late = ("int4",)
-        own._jobs["int4",] = [own._pool.submit(ahead.compile_store, "int4")]
-        assert not own.wait(("int4",))
-    with compiler(time.monotonic() - 1) as own:
-        assert not own.wait(("kitty",))
-
-
-def test_a_pool_that_dies_is_passed_over(compiler):
-    with compiler(math.inf) as own:
-        own.begin(["dies", "int4"])
-        assert own.wait(("dies",))
-
-
 @pytest.fixture
 def invented(monkeypatch):
     """Formats that are variants, and times that fall with their steps."""
@@ -191,7 +101,7 @@ def invented(monkeypatch):
         def __init__(self, key):
             self.key = key
 
-    def kernels_of(name, shape, device):
+    def attending(name, shape, device):
         configs.lookup(CPU, "decode", {"kitty-pro": "kitty"}.get(name, name))
         return iter(())
 
@@ -201,7 +111,7 @@ def invented(monkeypatch):
     def time_calls(calls, replays, aim):
         return Timing(1, 500.0 - calls[0]()["step"], 1, 1, 1, replays)
 
-    monkeypatch.setattr(tune, "kernels_of", kernels_of)
+    monkeypatch.setattr(tune, "attending", attending)
     monkeypatch.setattr(tune, "fill", lambda name, keys, values: Store({"kitty-pro": "kitty"}.get(name, name)))
     monkeypatch.setattr(tune, "store_calls", store_calls)
     monkeypatch.setattr(tune, "cache_size", lambda device: 1)
@@ -232,20 +142,24 @@ def test_tune_ends_in_time(invented, monkeypatch):
     assert ([finding.key for finding in findings], variants) == (["kitty"], 2)
 
 
-def test_compiling_leaves_the_gpu_alone():
-    """A child of a process that has one: nothing is launched, and the kernels are those that a launch takes."""
+def test_variants_of_a_format():
+    """Variants are those that a launch takes, and nothing is launched for them."""
     configs.renew()
     with kernels.use_interpreter():
-        wanted = list(ahead.kernels_of("int4", Shape(1, 160, 2, 1, 32, "float16"), CPU))
+        wanted = list(compile.attending("int4", Shape(1, 160, 2, 1, 32, "float16"), CPU))
     assert [kernel for _, kernel, _ in configs.ANSWERS] == ["decode"]
     assert {each.kernel.__name__ for each in wanted} == {"decode_kernel", "merge_kernel"}
     prompt = Shape(1, 160, 2, 1, 32, "float16", queries=20)
-    assert {each.kernel.__name__ for each in ahead.kernels_of("int4", prompt, CPU)} == {"gather_pages_kernel"}
+    assert {each.kernel.__name__ for each in compile.attending("int4", prompt, CPU)} == {"gather_pages_kernel"}
+    stored = {each.kernel.__name__ for each in compile.storing("int4", prompt, CPU)}
+    assert {"seal_token_kernel", "advance_kernel"} <= stored
 
 
-def test_what_stores_a_format_is_compiled(monkeypatch):
-    """By the plan of its layer, whose signature nobody else here sees: a child's error would only be slow."""
-    plans = []
-    monkeypatch.setattr(ahead, "wanted", lambda *given: plans.append(given) or iter(()))
-    ahead.compile_store("int4", Shape(1, 160, 2, 1, 32, "float16"))
-    assert len(plans) == 1
+def test_candidates_are_compiled_together(monkeypatch):
+    """Variants of all candidates and formats are compiled in one go, each with its own launch parameters."""
+    given = []
+    monkeypatch.setattr(compile, "compile_all", lambda every, device: given.append(every))
+    monkeypatch.setattr(compile, "attending", lambda name, shape, device: [(name, configs.lookup(CPU, "decode", KEY))])
+    tried = tune.candidates("decode", START)
+    compile.compile_candidates("decode", KEY, tried, ["kitty", "int4"], Shape(1, 64), torch.device("cuda", 0))
+    assert given == [[(name, knobs) for knobs in tried for name in ("kitty", "int4")]]

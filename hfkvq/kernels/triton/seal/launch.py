@@ -13,7 +13,7 @@ from ...dispatch import reference
 from ...pages import PageFormat
 from ...seal import channel_widths
 from .._lib import PARTS, power
-from ..ahead import Wanted
+from ..compile import Wanted
 from ..launch import Launch
 from .channel import channel_constants, ranks_in_kernel, seal_channel_kernel
 from .token import seal_token_kernel, seal_unpacked_kernel, token_constants, unpacked_constants

@@ -1,20 +1,18 @@
-"""What a layer will launch: the variants that its launchers would choose."""
+"""Variants of kernels that a layer launches: those that its launchers would choose."""
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from ..compile import Layer
 from ..norms import Balance
 from ..pages import SIDES, PageFormat
 from ..step import StepPlan
 from ..step_tensors import Sealing
-from ._lib import Gpu, properties
-from .ahead import Beside, Wanted, are_there
 from .append import NewTokens, append_launch
+from .compile import GPUS, Compiled, Wanted, compile_all, leave_gpu_alone
 from .decode import decode_wanted
 from .due import due_launch
 from .exact import exact_wanted
@@ -27,13 +25,6 @@ from .query_sums import query_sums_wanted
 from .seal import seal_wanted
 from .step import advance_launch, observe_launch
 from .tiles import INTERPRETED
-from .worker import Compiled, Order, compile_elsewhere, key_of
-
-logger = logging.getLogger(__name__)
-
-# One process at a time: what is asked for meanwhile goes with the next one.
-_ONE = threading.Lock()
-_WAITING: list[tuple[Order, Gpu]] = []
 
 I32 = torch.int32
 
@@ -43,84 +34,22 @@ WINDOW = 32
 """Queries at the end of a prompt that schemes with a budget judge its tokens by; more or fewer are another variant."""
 
 
-GPUS = {
-    80: Gpu("sm_80", 8, 0, 108, 164 << 10),
-    86: Gpu("sm_86", 8, 6, 84, 100 << 10),
-    89: Gpu("sm_89", 8, 9, 128, 100 << 10),
-    90: Gpu("sm_90", 9, 0, 132, 228 << 10),
-    100: Gpu("sm_100", 10, 0, 148, 228 << 10),
-    120: Gpu("sm_120", 12, 0, 188, 100 << 10),
-}
-"""By compute capability. Nothing that is compiled depends on how many multiprocessors there are."""
-
-
-def begin(order: Order, device: torch.device) -> Beside | None:
-    """See `hfkvq.kernels.warm.start`."""
-    if INTERPRETED.value or torch.version.hip is not None:
-        return None
-    gpu = _gpu(device)
-    every, compile_them = lambda: wanted(*order, device), lambda: compile_in_turn(order, gpu)
-    return Beside(every, compile_them, device).start()
-
-
-def compile_in_turn(order: Order, gpu: Gpu) -> None:
-    """Compiles a layer's kernels once no other process does, with those of layers that have come meanwhile.
-
-    Raises:
-        RuntimeError: the process has failed.
-    """
-
-    def taken() -> list[Order]:
-        orders = [own for own, other in _WAITING if other == gpu]
-        _WAITING[:] = [each for each in _WAITING if each[1] != gpu]
-        return orders
-
-    _WAITING.append((order, gpu))
-    with _ONE:
-        # Another thread's process may have taken it along.
-        if (order, gpu) in _WAITING:
-            try:
-                found = compile_elsewhere(taken, gpu, beside=True)
-            except BaseException:
-                # What fails before it has taken orders would fail for the others as well.
-                if (order, gpu) in _WAITING:
-                    taken()
-                raise
-            for name, _, error in found:
-                if error:
-                    logger.debug("%s: %s", name, error)
-
-
-def compile_now(orders: Sequence[Order], number: int | None) -> list[Compiled]:
-    """See `hfkvq.kernels.warm.compile_now`."""
+def compile_layers(
+    layers: Sequence[Layer], device: torch.device, steps: Sequence[int], absent: int | None
+) -> list[Compiled]:
+    """See `hfkvq.kernels.compile.compile_layers`."""
     if INTERPRETED.value:
-        raise ValueError("TRITON_INTERPRET: got 1, so kernels are interpreted and nothing is compiled; unset it.")
-    gpu = GPUS[number] if number is not None else _gpu(torch.device("cuda", torch.cuda.current_device()))
-    return compile_elsewhere(lambda: orders, gpu)
-
-
-def compile_missing(orders: Sequence[Order], device: torch.device, begin: Callable[[], object]) -> None:
-    """See `hfkvq.kernels.warm.compile_missing`."""
-    if INTERPRETED.value or torch.version.hip is not None:
-        return
-    gpu = _gpu(device)
-    missing = [order for order in orders if not are_there(wanted(*order, device), device)]
-    if missing:
-        begin()
-        for name, _, error in compile_elsewhere(lambda: missing, gpu):
-            if error:
-                logger.debug("%s: %s", name, error)
-
-
-def _gpu(device: torch.device) -> Gpu:
-    found = properties(device)
-    return Gpu(*(getattr(found, name) for name in Gpu._fields))
+        return []
+    if absent is not None:
+        leave_gpu_alone(GPUS[absent])
+    every = [each for layer in layers for each in wanted(*layer, steps, device)]
+    return compile_all(every, device if absent is None else None)
 
 
 def wanted(
     plan: StepPlan, query_heads: int, rule: str | None, steps: Sequence[int], device: torch.device
 ) -> list[Wanted]:
-    """All that prompts launch for a layer, and steps of so many tokens; see `hfkvq.kernels.warm.start`."""
+    """All that prompts launch for a layer, and steps of so many tokens; see `hfkvq.kernels.compile`."""
     dtype = DTYPES.get(plan.dtype)
     if dtype is None:
         # Kernels leave f64 to the reference.
@@ -134,7 +63,7 @@ def wanted(
             found += decode_wanted(plan.format, plan.heads, own, plan.key_dim, plan.value_dim, dtype, device, queries)
     found += _seals(plan, dtype, device, rule)
     found += _rest(plan, own, steps, dtype, device)
-    return list({key_of(each): each for each in found}.values())
+    return found
 
 
 def _seals(plan: StepPlan, dtype: torch.dtype, device: torch.device, rule: str | None) -> Iterator[Wanted]:
@@ -177,7 +106,7 @@ def _rest(
         anew = plan.query != "total"
         observe = observe_launch(shape, stride, dtype, device, plan.heads, anew, True, plan.query == "signed")
         yield observe.wanted([dtype, torch.float64, I32, *[I32] * anew, torch.float32])
-        # Steps without a buffer: those that wait for the compiler, and find this one there before they end.
+        # Steps that go one operation after the other.
         plain = observe_launch(shape, stride, dtype, device, plan.heads, False, False, plan.query == "signed")
         yield plain.wanted([dtype, torch.float64, I32])
         yield from query_sums_wanted(query_heads, plan.heads, plan.key_dim, dtype, plan.query == "signed")

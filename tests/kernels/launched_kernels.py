@@ -1,7 +1,7 @@
 """What runs of presets compile, and what is compiled ahead of them, for a GPU that need not be there.
 
-``python -m tests.kernels.warm_kernels PRESET,...``, without TRITON_INTERPRET, prints JSON: by preset, the variants of
-each run and those that `hfkvq.kernels.warm` would have compiled, as [kernel, key] pairs.
+``python -m tests.kernels.launched_kernels PRESET,...``, without TRITON_INTERPRET, prints JSON: by preset, the variants
+of each run and those that `hfkvq.kernels.compile` would have compiled, as [kernel, key] pairs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from triton.compiler import make_backend
 
 from hfkvq import kernels
 from hfkvq.caches import attention
+from hfkvq.caches.compile import LayerShape, layer_plan
 from hfkvq.caches.layers import KVLayer, PaddingReader, steps
 from hfkvq.caches.layers.build import group_layers
-from hfkvq.caches.make import LayerShape, layer_plan
 from hfkvq.caches.scheme import Scheme, get_scheme
 from hfkvq.caches.window import in_window
-from hfkvq.kernels import warm
+from hfkvq.kernels.compile import SEVERAL, normal
 from tests.kernels.compile_kernels import BF16, FrontEnd, Idle, name_of, pretend, tensor
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -60,15 +60,13 @@ def scheme_of(preset: str) -> tuple[Scheme, int]:
     return in_window(scheme, int(window), (DIM, DIM)) if window else scheme, int(window or 0)
 
 
-def run(preset: str, rows: int, tokens: int, capacity: int, waits: int = 0, sizes: Sequence[int] = (1, 1)) -> None:
-    """A prompt, and steps as graphs record them, of so many tokens; before these, some that attend to dense tensors."""
+def run(preset: str, rows: int, tokens: int, capacity: int, sizes: Sequence[int] = (1, 1)) -> None:
+    """A prompt, and steps as graphs record them, of so many tokens."""
     scheme, window = scheme_of(preset)
     layer = KVLayer(scheme, PaddingReader(), capacity, recordable=True, window=window)
     group_layers([layer], HEADS // KV_HEADS)
     module = Attention()
-    assert layer.steps is not None
-    for i, count in enumerate((tokens, *[1] * waits, *sizes)):
-        layer.steps.sync.waits = 0 < i <= waits
+    for count in (tokens, *sizes):
         query, key, value = (tensor(rows, heads, count, DIM, BF16) for heads in (HEADS, KV_HEADS, KV_HEADS))
         handles = layer.update(key, value)
         attention.hfkvq_attention(module, query, *handles, None, scaling=DIM**-0.5)
@@ -98,8 +96,6 @@ def main() -> None:
     )
     # As graphs record steps: whatever is due.
     steps.run_step = lambda *args: step(*args[:6], True)
-    # What it would have compiled is asked for by itself.
-    warm.start = lambda *_: None
     attention.dense_attention = lambda module, query, key, value, *_, **__: (query.transpose(1, 2).clone(), None)
     found: dict[str, dict[str, list[Any]]] = {}
     with kernels.use_interpreter():
@@ -110,22 +106,17 @@ def main() -> None:
                 notes.found = {}
                 run(preset, *case)
                 own[f"{case[0]} x {case[1]}"] = list(notes.found)
-            # Kernels that come within a step: it goes on as it began, and launches what it can.
             forget()
             notes.found = {}
-            run(preset, 1, 1000, 4096, 3)
-            own["waits"] = list(notes.found)
-            forget()
-            notes.found = {}
-            from hfkvq.kernels.triton.warm import wanted
+            from hfkvq.kernels.triton.variants import wanted
 
             scheme, window = scheme_of(preset)
             if not scheme.evicts and "tags" not in scheme.needs:
                 # Of these, steps of several tokens are the host's.
                 run(preset, 1, 1000, 4096, sizes=SIZES)
                 own["several"] = list(notes.found)
-            plan = warm.normal(layer_plan(scheme, LayerShape(HEADS, KV_HEADS, DIM, window), BF16))
-            for name, sizes in (("ahead", (1,)), ("several ahead", warm.SEVERAL)):
+            plan = normal(layer_plan(scheme, LayerShape(HEADS, KV_HEADS, DIM, window), BF16))
+            for name, sizes in (("ahead", (1,)), ("several ahead", SEVERAL)):
                 forget()
                 notes.found = {}
                 for each in wanted(plan, HEADS, scheme.channel_rule, sizes, torch.device("cuda", 0)):

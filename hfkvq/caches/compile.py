@@ -1,0 +1,180 @@
+"""Kernels compiled before they are launched: which they are follows from a cache's schemes and its model's config."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig
+from transformers.configuration_utils import PreTrainedConfig
+
+from hfkvq.kernels.compile import SEVERAL, Layer, compile_layers
+from hfkvq.kernels.step import StepPlan
+
+from .layers import KVLayer, PaddingReader
+from .layers.build import is_held_in_pages
+from .model_config import attention_shape, latent_dims, stock_layers, text_config, windows_of
+from .preset import Preset
+from .scheme import Scheme, latent_layout
+from .window import in_window
+
+logger = logging.getLogger(__name__)
+
+COMPILING = "compiling kernels"
+"""What is told while it lasts."""
+
+
+class LayerShape(NamedTuple):
+    """What is attended to in layers of one kind.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: KV heads; one, where the layers hold latents.
+        head_dim: channels of keys and values, or of latents.
+        window: tokens that a query sees; 0 for all.
+        rope_dim: channels of the rotary parts beside latents; 0 for keys and values.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int = 0
+    rope_dim: int = 0
+
+
+def layer_shapes(name: str) -> list[LayerShape]:
+    """The kinds of a model's layers: a folder, or a name on the Hub, whose config is all that is read.
+
+    Raises:
+        ValueError: its config does not say, or there is none.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model: {name!r} cannot be loaded: {error}") from error
+    shapes = shapes_of(config)
+    if shapes is None:
+        raise ValueError(f"model: the config of {name!r} names no head dim; give --heads, --kv-heads and --head-dim.")
+    return shapes
+
+
+def shapes_of(config: PreTrainedConfig) -> list[LayerShape] | None:
+    """The kinds of a model's layers; None if its config does not say."""
+    text = text_config(config)
+    latents, found = latent_dims(text), attention_shape(config)
+    if latents is not None:
+        return [LayerShape(text.num_attention_heads, 1, latents[0], rope_dim=latents[1])]
+    if found is None:
+        return None
+    stock = stock_layers(text)
+    windows = set(windows_of(text, stock).values())
+    full = {0} if any(is_held_in_pages(layer, text) for layer in stock) else set()
+    return [LayerShape(*found, window) for window in sorted(full | windows)]
+
+
+def layer_plan(scheme: Scheme, shape: LayerShape, dtype: torch.dtype, several: bool = False) -> StepPlan:
+    """What a layer of a fixed capacity would hold: all that its kernels depend on, whatever its rows and capacity.
+
+    Args:
+        scheme: of the layer; a window may take 16-bit pages instead, see `hfkvq.caches.window.in_window`.
+        shape: of the layer.
+        dtype: of the model.
+        several: whether steps may have several tokens, which may be taken back.
+
+    Raises:
+        ValueError: the scheme cannot hold heads of this dimension.
+    """
+    dims = shape.head_dim, shape.rope_dim or shape.head_dim
+    scheme.layout(*dims).check(*dims)
+    if shape.window:
+        scheme = in_window(scheme, shape.window, dims)
+    layer = KVLayer(scheme, PaddingReader(), 1, recordable=True, window=shape.window)
+    layer.latents = shape.rope_dim > 0 and latent_layout(scheme, *dims) is not None
+    layer.record_past = several
+    assert layer.buffer is not None, "steps may be recorded"
+    layer.buffer.queries_per_head = shape.heads // shape.kv_heads
+    keys, values = (torch.empty(1, shape.kv_heads, 1, dim, dtype=dtype) for dim in dims)
+    layer.lazy_initialization(keys, values)
+    layer.buffer.bind()
+    assert layer.buffer.plan is not None, "it is empty"
+    return layer.buffer.plan
+
+
+def layers_of(
+    schemes: Iterable[Scheme], shapes: Sequence[LayerShape], dtype: torch.dtype, several: bool = False
+) -> list[Layer]:
+    """What kernels are compiled for: each scheme in each kind of layer.
+
+    Args:
+        schemes: of layers, see `Scheme.in_layer`.
+        shapes: the kinds of layers of a model.
+        dtype: of the model.
+        several: whether steps may have several tokens, which may be taken back.
+
+    Raises:
+        ValueError: a scheme cannot hold heads of this dimension.
+    """
+    return [
+        (layer_plan(scheme, shape, dtype, several), shape.heads, scheme.channel_rule)
+        for scheme in dict.fromkeys(schemes)
+        for shape in shapes
+    ]
+
+
+def compile_ahead(
+    model: Any, presets: Iterable[Preset], steps: Sequence[int] = (1,), tell: Callable[[str], object] = lambda _: None
+) -> None:
+    """Compiles what caches of these presets will launch for a model on a GPU, all of it together, and waits for it.
+
+    For commands that measure one preset after the other: each cache would compile its own kernels. Nothing is done on a
+    CPU. A failure is a warning, since each launch compiles what it misses, and raises what is wrong.
+
+    Args:
+        model: of Transformers, on its device.
+        presets: that its caches will have.
+        steps: tokens of the steps that come, as far as they are known, up to 16; those of one token are compiled in
+            any case.
+        tell: is told `COMPILING` before it begins.
+    """
+    if model.device.type != "cuda":
+        return
+    tell(COMPILING)
+    try:
+        count = len(stock_layers(text_config(model.config)))
+        schemes = [scheme for preset in presets for scheme in preset.by_layer(count)]
+        layers = layers_of(schemes, shapes_of(model.config) or (), model.dtype)
+        compile_layers(layers, model.device, sorted({1, *steps}))
+    except Exception as error:
+        logger.warning("Kernels were not compiled ahead (%s); each is compiled when it is launched first.", error)
+
+
+def compile_kernels(config: PreTrainedConfig, layers: Sequence[KVLayer], keys: torch.Tensor) -> None:
+    """Compiles what a cache on a GPU will launch, before its first layer does; once in a process for caches alike.
+
+    Args:
+        config: of the decoder.
+        layers: of the cache that hold pages.
+        keys: (B, H, t, D) of the first layer: its heads are those of this process, where several share a model.
+    """
+    shapes = shapes_of(config)
+    if not shapes:
+        return
+    shape, heads = shapes[0], keys.shape[1]
+    if not shape.rope_dim:
+        shape = shape._replace(heads=shape.heads // shape.kv_heads * heads, kv_heads=heads)
+    kinds = tuple(dict.fromkeys((layer.scheme, shape._replace(window=layer.window)) for layer in layers))
+    _compile(kinds, keys.dtype, keys.device, layers[0].record_past)
+
+
+@lru_cache(maxsize=1024)
+def _compile(
+    kinds: tuple[tuple[Scheme, LayerShape], ...], dtype: torch.dtype, device: torch.device, several: bool
+) -> None:
+    try:
+        layers = [each for scheme, shape in kinds for each in layers_of([scheme], [shape], dtype, several)]
+        compile_layers(layers, device, SEVERAL if several else (1,))
+    except Exception as error:
+        logger.warning("Kernels were not compiled ahead (%s); each is compiled when it is launched first.", error)

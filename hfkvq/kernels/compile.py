@@ -1,0 +1,52 @@
+"""Kernels compiled before they are launched: which they are follows from how a layer is held."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .step import MAX_STEP, StepPlan
+
+SEVERAL = tuple(range(1, MAX_STEP + 1))
+"""Tokens of steps where their number varies: attention has two variants then, appending may have one for each."""
+
+GPUS = (80, 86, 89, 90, 100, 120)
+"""Compute capabilities, times ten, that need not be there to be compiled for."""
+
+Layer = tuple[StepPlan, int, str | None]
+"""Plan and query heads of a layer, and the rule by which the channels of prompts are raised (see `kernels.seal`); None
+where its scheme gives their widths."""
+
+
+def compile_layers(
+    layers: Sequence[Layer], device: torch.device, steps: Sequence[int] = (1,), absent: int | None = None
+) -> list[tuple[str, str]]:
+    """Compiles all that layers launch for prompts and steps, side by side into Triton's cache, and waits for it.
+
+    Nothing is done on a CPU, on AMD's GPUs, under Triton's interpreter, or where Triton is not installed. A kernel that
+    does not compile is left to its launch, which raises what is wrong.
+
+    Args:
+        layers: of any number of caches.
+        device: of their tensors.
+        steps: tokens of the steps that come.
+        absent: one of `GPUS`, in place of this process's own GPU; the process can launch nothing afterwards.
+
+    Returns:
+        Name of each kernel, and the compiler's error or "".
+    """
+    if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
+        return []
+    own: Any = importlib.import_module("hfkvq.kernels.triton.variants")
+    plain = dict.fromkeys((normal(plan), heads, rule) for plan, heads, rule in layers)
+    return own.compile_layers(list(plain), device, tuple(steps), absent)
+
+
+def normal(plan: StepPlan) -> StepPlan:
+    """The plan without what kernels do not depend on: rows, capacity and slots. Layers alike in the rest are one."""
+    return dataclasses.replace(plan, rows=plan.fold, blocks=(1,) * len(plan.blocks), tails=plan.unit, capacity=1)

@@ -1,0 +1,199 @@
+"""Variants of kernels compiled side by side before their first launch, into Triton's cache on disk.
+
+Threads of this process do it, by Triton's `AsyncCompileMode`: MLIR, LLVM and ptxas release Python's lock (in Triton 3.6
+and 3.7). Another process would first import PyTorch for some seconds, and a spawned one would run the user's script
+again where that has no ``__main__`` guard. Variants in Triton's cache are loaded, some hundredths of a second each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from ._lib import Gpu, stand_in
+
+MOST = 16
+"""Kernels that are compiled at a time."""
+
+SLOWEST = ("decode_kernel", "latent_kernel", "seal_channel_kernel", "page_norms_kernel", "seal_token_kernel")
+"""Kernels that take longest to compile, the longest first."""
+
+GPUS = {
+    80: Gpu("sm_80", 8, 0, 108, 164 << 10),
+    86: Gpu("sm_86", 8, 6, 84, 100 << 10),
+    89: Gpu("sm_89", 8, 9, 128, 100 << 10),
+    90: Gpu("sm_90", 9, 0, 132, 228 << 10),
+    100: Gpu("sm_100", 10, 0, 148, 228 << 10),
+    120: Gpu("sm_120", 12, 0, 188, 100 << 10),
+}
+"""By compute capability. Nothing that is compiled depends on how many multiprocessors there are."""
+
+# One thread compiles at a time: two caches of a kind want the same kernels, and the second finds them all.
+_ONE = threading.Lock()
+
+
+class Wanted(NamedTuple):
+    """A variant of a kernel.
+
+    Attributes:
+        kernel: a ``triton.jit`` function.
+        arguments: as a launch gives them, with ``torch.dtype`` or Triton's mock tensors for tensors.
+        constants: the rest by name, options of the launch included.
+    """
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: Mapping[str, Any]
+
+
+class Compiled(NamedTuple):
+    """Outcome of a variant: the kernel's name, and the compiler's error or ""."""
+
+    name: str
+    error: str
+
+
+class _Absent:
+    """Triton's driver of a GPU that this process leaves alone: it knows its target."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.target = GPUTarget("cuda", 10 * gpu.major + gpu.minor, 32)
+
+    def get_current_device(self) -> int:
+        """Of one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """None that is used."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """The target that is compiled for."""
+        return self.target
+
+
+def leave_gpu_alone(gpu: Gpu) -> None:
+    """From now on this process compiles for a GPU, which need not be there, and can launch nothing."""
+    stand_in(gpu)
+    driver.set_active(_Absent(gpu))
+
+
+def settle_name(function: Any) -> None:
+    """Has Triton read the functions that a ``triton.jit`` function calls before the function itself.
+
+    A kernel's name in the cache is a hash, of the constants too that its callees read. Triton 3.6 and 3.7 leave out
+    those of callees that have not been read yet, so the name would depend on what a process has compiled before, and
+    another process would not find the kernel.
+    """
+    # Read already, or interpreted.
+    if getattr(function, "hash", "") is not None:
+        return
+    names, own = function.fn.__code__.co_names, function.__globals__
+    modules = [x for x in map(own.get, names) if isinstance(x, ModuleType) and x.__name__.startswith(str(__package__))]
+    for called in (*map(own.get, names), *(getattr(module, name, None) for module in modules for name in names)):
+        if called is not function:
+            settle_name(called)
+    function.cache_key  # noqa: B018
+
+
+def compile_one(each: Wanted) -> Any:
+    """Compiles a variant for the current device, or finds it in Triton's cache."""
+    settle_name(each.kernel)
+    return each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
+
+
+def load(compiled: Any) -> None:
+    """Loads a compiled kernel onto the current device, and has its launcher made.
+
+    Raises:
+        RuntimeError: Triton has no function for it, since loading it has failed before.
+        Exception: what Triton raises where the GPU has no room for it.
+    """
+    # Not its property `run`, which is there before the function is.
+    compiled._init_handles()
+    if compiled.function is None:
+        raise RuntimeError(f"{compiled.name}: this kernel could not be loaded onto the GPU; see the error before.")
+
+
+def compile_all(every: Sequence[Wanted], device: torch.device | None) -> list[Compiled]:
+    """Compiles variants, as many at a time as there are cores, loads them, and waits for all of it.
+
+    A variant that fails is left to its launch, which raises what is wrong.
+
+    Args:
+        every: variants; equal ones are compiled once.
+        device: a GPU of this process; None after `leave_gpu_alone`.
+
+    Returns:
+        Outcome of each variant, the slowest kernels first.
+    """
+    if not every:
+        return []
+    # The slowest begin first: the longest takes as long as all others of a preset.
+    every = sorted(every, key=_rank)
+    here = contextlib.nullcontext() if device is None else torch.cuda.device(device)
+    # Threads begin with the first GPU.
+    setup: Any = {} if device is None else {"initializer": torch.cuda.set_device, "initargs": (device,)}
+    with _ONE, here, ThreadPoolExecutor(min(MOST, _cores(), len(every)), **setup) as pool:
+        try:
+            # In a context of its own: where Triton is interrupted, the mode stays on in it.
+            found = contextvars.copy_context().run(_submit, every, pool)
+            kernels = {id(each): each for each in found if not isinstance(each, Exception)}
+            list(pool.map(_make_launcher if device is None else _load, kernels.values()))
+        except BaseException:
+            # An interrupt waits for kernels that have begun, not for the others.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    errors = [f"{type(x).__name__}: {x}" if isinstance(x, Exception) else "" for x in found]
+    return [Compiled(each.kernel.__name__, error) for each, error in zip(every, errors, strict=True)]
+
+
+def _submit(every: Sequence[Wanted], pool: ThreadPoolExecutor) -> list[Any]:
+    """Each variant's compiled kernel, or the exception that it raised."""
+    found: list[Any] = []
+    with triton.AsyncCompileMode(pool, ignore_errors=True):
+        for each in every:
+            try:
+                found.append(compile_one(each))
+            except Exception as error:
+                found.append(error)
+    futures = [each.future if isinstance(each, triton.FutureKernel) else None for each in found]
+    return [
+        each if future is None else future.exception() or future.result()
+        for each, future in zip(found, futures, strict=True)
+    ]
+
+
+def _load(compiled: Any) -> None:
+    # A launch says what is wrong, where the GPU has no room for it.
+    with contextlib.suppress(Exception):
+        load(compiled)
+
+
+def _make_launcher(compiled: Any) -> None:
+    """Has Triton build the launcher in C (up to 3.6: half a second a kernel), which the first launch finds built."""
+    # A launch builds it where this does not.
+    with contextlib.suppress(Exception):
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(compiled.src, compiled.metadata)
+
+
+def _rank(each: Wanted) -> int:
+    name = each.kernel.__name__
+    return SLOWEST.index(name) if name in SLOWEST else len(SLOWEST)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

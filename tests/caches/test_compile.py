@@ -1,0 +1,173 @@
+"""Kernels of a cache, or of several presets, are compiled together, once, and nowhere but on a GPU."""
+
+from __future__ import annotations
+
+import logging
+import types
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, LlamaConfig
+
+from hfkvq import MixedKVCache
+from hfkvq.caches import compile
+from hfkvq.caches.preset import get_preset
+from hfkvq.measure.demo import Settings, run_demo
+from hfkvq.measure.demo import run as demo
+from hfkvq.measure.demo.prompts import load
+from hfkvq.measure.divergence import measure, measurement
+from tests.caches.models import build, prompt
+
+SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3}
+
+
+def model_on(device):
+    """What is asked of a model, which need not be there."""
+    config = LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    return types.SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16, config=config)
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """What is to be compiled: layers, device and tokens of steps of each call."""
+    found = []
+    monkeypatch.setattr(compile, "compile_layers", lambda *given: found.append(given))
+    compile._compile.cache_clear()
+    yield found
+    compile._compile.cache_clear()
+
+
+def test_all_presets_go_together(given):
+    told = []
+    presets = [get_preset(each) for each in ("saw-int4", "kitty-pro", "kitty-pro")]
+    presets.append(get_preset("saw-int4", layers={"0": "full"}))
+    compile.compile_ahead(model_on("cuda:0"), presets, (16, 5), told.append)
+    [(layers, device, steps)] = given
+    assert device == torch.device("cuda", 0)
+    # Steps of one token come in any case.
+    assert steps == [1, 5, 16]
+    assert [heads for _, heads, _ in layers] == [4, 4, 4]
+    assert [plan.format.runs[0][0].bits for plan, *_ in layers] == [4, 2, 16]
+    assert [rule for *_, rule in layers] == [
+        get_preset(x).scheme.channel_rule for x in ("saw-int4", "kitty-pro", "full")
+    ]
+    assert {(plan.heads, plan.key_dim, plan.dtype) for plan, *_ in layers} == {(2, 64, "torch.bfloat16")}
+    assert told == ["compiling kernels"]
+
+
+def test_nothing_is_compiled_on_a_cpu(given):
+    compile.compile_ahead(model_on("cpu"), [get_preset("saw-int4")], tell=pytest.fail)
+    assert not given
+
+
+def test_what_fails_is_left_to_launches(monkeypatch, caplog):
+    def compile_layers(*_):
+        raise raised
+
+    monkeypatch.setattr(compile, "compile_layers", compile_layers)
+    cache, keys = MixedKVCache(LlamaConfig(**SMALL, num_attention_heads=4, head_dim=64)), torch.zeros(1, 4, 3, 64)
+    for act in (
+        lambda: compile.compile_ahead(model_on("cuda"), [get_preset("saw-int4")]),
+        lambda: compile.compile_kernels(cache.config, cache.compressed_layers, keys),
+    ):
+        caplog.clear()
+        compile._compile.cache_clear()
+        raised = RuntimeError("no thread to be had")
+        with caplog.at_level(logging.WARNING):
+            act()
+        assert "not compiled ahead (no thread to be had)" in caplog.text
+        compile._compile.cache_clear()
+        raised = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            act()
+
+
+def test_a_cache_compiles_for_all_kinds_of_its_layers(given):
+    """Each scheme and window is compiled for, by the heads of this process; caches alike are compiled for once."""
+    config = Gemma3TextConfig(
+        **SMALL,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        sliding_window=2048,
+        sliding_window_pattern=3,
+    )
+    for _ in range(2):
+        cache = MixedKVCache(config, "kitty-pro", layers={"0": "saw-int4"})
+        compile.compile_kernels(cache.config, cache.compressed_layers, torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16))
+    [(layers, device, steps)] = given
+    assert (device, steps) == (torch.device("cpu"), (1,))
+    kinds = {(plan.format.runs[0][0].bits, plan.format.window, plan.heads, heads) for plan, heads, _ in layers}
+    assert kinds == {(4, 2048, 2, 4), (2, 2048, 2, 4), (2, 0, 2, 4)}
+
+
+def test_kernels_of_several_tokens_are_compiled_once_they_may_be_taken_back(given):
+    config = LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    cache, keys = MixedKVCache(config, "saw-int4"), torch.zeros(1, 2, 5, 64)
+    compile.compile_kernels(cache.config, cache.compressed_layers, keys)
+    cache.activate_past_recording()
+    compile.compile_kernels(cache.config, cache.compressed_layers, keys)
+    assert [steps for *_, steps in given] == [(1,), tuple(range(1, 17))]
+
+
+def test_kernels_are_compiled_before_the_first_layer(monkeypatch):
+    """The cache asks again where its device is another, or steps may have several tokens, and not at each step."""
+    asked = []
+    monkeypatch.setattr("hfkvq.caches.cache.compile_kernels", lambda config, layers, keys: asked.append(keys.device))
+    config = LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    cache = MixedKVCache(config, "saw-int4", graphs=False)
+    keys = [
+        types.SimpleNamespace(is_cuda=device.type == "cuda", device=device, shape=(1, 2, 5, 64))
+        for device in map(torch.device, ("cpu", "cuda:0", "cuda:1"))
+    ]
+    for each in (keys[0], keys[1], keys[1]):
+        cache._before_first_layer(each)
+    assert asked == [keys[1].device]
+    cache.activate_past_recording()
+    cache._before_first_layer(keys[1])
+    cache._before_first_layer(keys[2])
+    assert asked == [keys[1].device, keys[1].device, keys[2].device]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Presets and steps of each call, before which nothing was measured; it tells that something is compiled."""
+    found = []
+
+    def compile_ahead(model, presets, steps=(1,), tell=lambda _: None):
+        found.append(([preset.scheme.name for preset in presets], sorted(steps)))
+        tell("compiling kernels")
+
+    for module in (measurement, demo):
+        monkeypatch.setattr(module, "compile_ahead", compile_ahead)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "steps"), [(44, 16, [12, 16]), (48, 16, [16]), (48, 32, []), (20, 16, [4])]
+)
+def test_a_divergence_compiles_for_its_chunks(asked, tokens, chunk, steps):
+    told = []
+    model = build("qwen3")
+    measure(
+        model,
+        prompt(1, tokens),
+        ["full", "saw-int4"],
+        prefill=16,
+        chunk=chunk,
+        on_progress=lambda name, share: told.append((name, share)),
+    )
+    assert asked == [(["full", "saw-int4"], steps)]
+    assert told[0] == ("compiling kernels", 0.0)
+    assert [name for name, _ in told[1:]] == ["DynamicCache", "full", "saw-int4"]
+
+
+def test_a_demo_compiles_for_all_its_rows(asked):
+    told = []
+    settings = Settings(tasks=("recall",), schemes=("full", "saw-int4"), samples=1, max_new_tokens=2, kl_tokens=1)
+    run_demo(
+        load(None, device=torch.device("cpu")), settings, lambda cache, task, share: told.append((cache, task, share))
+    )
+    assert asked == [(["full", "saw-int4"], [1])]
+    assert told[0] == ("compiling kernels", "", 0.0)
+    assert [name for name, *_ in told[1:]] == ["DynamicCache", "full", "saw-int4"]

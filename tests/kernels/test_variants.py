@@ -1,0 +1,142 @@
+"""Nothing is compiled again for another batch or length, and all that a run needs can be compiled ahead of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from hfkvq.caches.attention import hfkvq_attention
+from hfkvq.caches.compile import LayerShape, layer_plan
+from hfkvq.caches.layers import KVLayer, PaddingReader
+from hfkvq.caches.layers.build import group_layers
+from hfkvq.caches.scheme import get_scheme
+from hfkvq.kernels.compile import compile_layers, normal
+
+ROOT = Path(__file__).resolve().parents[2]
+
+WINDOWS = ("full@128", "kitty-pro@2048")
+
+PRESETS = ("best-3.4", "kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "kvarn", "full", *WINDOWS)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    tuning = str(tmp_path_factory.mktemp("tuning") / "none.json")
+    return _run("tests.kernels.launched_kernels", [",".join(PRESETS)], {"HFKVQ_TUNING": tuning})
+
+
+def _run(module, arguments, variables):
+    """In a process of its own, since Triton decides when it is imported whether it compiles."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def variants(pairs, merges=False):
+    return {(name, key) for name, key in pairs if merges or name != "merge.merge_kernel"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_variants_do_not_depend_on_rows_and_lengths(found, preset):
+    first, *others = [pairs for name, pairs in found[preset].items() if " x " in name]
+    for pairs in others:
+        # Of a short prompt there may be nothing to seal.
+        assert {name for name, _ in variants(pairs) - variants(first)} == set()
+    merges = {key for name, key in found[preset]["ahead"] if name == "merge.merge_kernel"}
+    assert len(merges) <= 3
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_all_that_runs_need_is_compiled_ahead(found, preset):
+    ahead, several = (variants(found[preset][name], merges=True) for name in ("ahead", "several ahead"))
+    assert ahead < several
+    assert ("several" in found[preset]) == (preset not in ("triaxial", "arkv"))
+    for case, pairs in found[preset].items():
+        have = several if case.startswith("several") else ahead
+        missing = sorted(name for name, _ in variants(pairs, merges=True) - have)
+        assert missing == [], case
+
+
+def test_names_of_kernels_do_not_depend_on_what_came_before():
+    """Else a process would not find what another one has compiled."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    first, second = _run("tests.kernels.kernel_names", ("forward", "backward"), {}).values()
+    assert len(first) > 100
+    assert [name for name in first if first[name] != second[name]] == []
+
+
+def test_layers_alike_but_for_rows_and_capacity_are_one():
+    plan = layer_plan(get_scheme("kitty-pro"), LayerShape(32, 8, 128), torch.bfloat16)
+    assert plan.heads == 8
+    assert normal(plan) == normal(normal(plan))
+    assert normal(plan).capacity == 1
+
+
+def test_variants_are_compiled_once_and_found_again(tmp_path):
+    """Equal variants are one; one that does not compile stops no other, and is left to its launch."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    found = _run("tests.kernels.compiled_kernels", (), {"TRITON_CACHE_DIR": str(tmp_path)})
+    done = [["hadamard_kernel", False]] * 3 + [["due_kernel", True]]
+    assert found["said"] == [{"done": done, "compiled": 2}] * 2
+    assert found["again"] == [["hadamard_kernel", ""]]
+    assert found["compiled"] == 2
+
+
+def test_nothing_is_compiled_on_a_cpu():
+    plan = layer_plan(get_scheme("full"), LayerShape(32, 8, 128), torch.bfloat16)
+    assert compile_layers([(plan, 32, None)], torch.device("cpu")) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process")
+def test_interpreted_kernels_are_not_compiled():
+    plan = layer_plan(get_scheme("full"), LayerShape(32, 8, 128), torch.bfloat16)
+    assert compile_layers([(plan, 32, None)], torch.device("cuda", 0)) == []
+
+
+@pytest.mark.gpu
+def test_a_cache_finds_what_was_compiled_for_it(monkeypatch):
+    """After `compile_layers` a prompt and its steps compile no kernel, whichever variant they launch."""
+    triton = pytest.importorskip("triton")
+    scheme = get_scheme("kitty-pro")
+    plan = layer_plan(scheme, LayerShape(8, 2, 128), torch.bfloat16)
+    done = compile_layers([(plan, 8, scheme.channel_rule)], torch.device("cuda", 0))
+    assert not any(error for _, error in done)
+    missed = []
+
+    def listen(src, cache_hit, **_):
+        if not cache_hit:
+            missed.append(src.name)
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    layer = KVLayer(scheme, PaddingReader(), recordable=True)
+    group_layers([layer], 4)
+    module = torch.nn.Module()
+    for tokens in (300, *[1] * 140):
+        query, key, value = (
+            torch.randn(1, heads, tokens, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)
+        )
+        hfkvq_attention(module, query, *layer.update(key, value), None, scaling=128**-0.5)
+    assert missed == []
+
+
+def test_a_kernel_that_could_not_be_loaded_is_not_launched():
+    """Triton has a launcher then, and no function."""
+    compile = pytest.importorskip("hfkvq.kernels.triton.compile")
+    compiled = types.SimpleNamespace(name="decode_kernel", function=None, _init_handles=lambda: None)
+    with pytest.raises(RuntimeError, match="decode_kernel: this kernel could not be loaded"):
+        compile.load(compiled)
