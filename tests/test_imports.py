@@ -12,7 +12,16 @@ MODULES = sorted((ROOT / "hfkvq").rglob("*.py"))
 LAYERS = ("build", "hybrid", "layer", "states")
 TRANSFORMERS_DOORS = {
     f"hfkvq.caches.{name}"
-    for name in ("cache", "attention", "dense", "make", "model_config", "smoothing", *(f"layers.{x}" for x in LAYERS))
+    for name in (
+        "cache",
+        "attention",
+        "compile",
+        "dense",
+        "make",
+        "model_config",
+        "smoothing",
+        *(f"layers.{x}" for x in LAYERS),
+    )
 }
 TRANSFORMERS_PACKAGES = (
     "hfkvq.cli",

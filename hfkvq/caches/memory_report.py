@@ -23,8 +23,7 @@ class MemoryReport:
 
     Attributes:
         compressed: bytes of compressed layers, by kind (`StoreBytes`).
-        staged: bytes of tokens that are not in the store yet (between update and attention, or of steps while kernels
-            are compiled).
+        staged: bytes of tokens that are not in the store yet (between update and attention).
         stock: bytes of layers left to Transformers (sliding windows), whole storages counted.
         elements: key and value elements of all tokens given to compressed layers, including evicted ones.
         code_bits: payload bits per element of sealed pages, with all room for raised channels.

@@ -53,8 +53,7 @@ class LayerBase:
         store: keys and values; None before the first update.
         seen: logical tokens given, padding included, whatever is still stored. Steps that were replayed are not counted
             until the layer is told of them.
-        staged: (B, H, t, Dk) and (B, H, t, Dv), tokens of the last update that are not in the store yet; of several
-            steps while these wait for the compiler.
+        staged: (B, H, t, Dk) and (B, H, t, Dv), tokens of the last update that are not in the store yet.
         padding: among them.
         uncommitted: whether something that is in the store may be due to be sealed.
         new_columns: tokens of an update whose queries have not been shown yet.

@@ -107,15 +107,11 @@ def _observe(
 ) -> None:
     heads = sums.shape[1]
     total = (q if signed else q.abs()).double().sum(2).unflatten(1, (heads, -1)).mean(2)
-    if sealed is None and rows is None:
-        # Of few operations: steps that wait for the compiler come here.
-        own, count = sums.add_(total), counts.add_(q.shape[2])
-    else:
-        again = torch.zeros_like(counts[0, : q.shape[0]]) > 0 if sealed is None else sealed > 0
-        at = slice(None) if rows is None else rows.long()
-        own, count = sums[at].masked_fill(again[:, None, None], 0.0) + total, counts[:, at].masked_fill(again, 0)
-        count = count + q.shape[2]
-        sums[at], counts[:, at] = own, count
+    again = torch.zeros_like(counts[0, : q.shape[0]]) > 0 if sealed is None else sealed > 0
+    at = slice(None) if rows is None else rows.long()
+    own, count = sums[at].masked_fill(again[:, None, None], 0.0) + total, counts[:, at].masked_fill(again, 0)
+    count = count + q.shape[2]
+    sums[at], counts[:, at] = own, count
     if weight is not None:
         weight.copy_((own / count.T[:, :, None]).float())
 
