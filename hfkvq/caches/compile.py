@@ -24,7 +24,9 @@ from .window import in_window
 logger = logging.getLogger(__name__)
 
 COMPILING = "compiling kernels"
-"""What is told while it lasts."""
+"""Text of progress while kernels are compiled."""
+
+FAILED = "Kernels were not compiled ahead (%s); each is compiled when it is launched first."
 
 
 class LayerShape(NamedTuple):
@@ -148,7 +150,7 @@ def compile_ahead(
         layers = layers_of(schemes, shapes_of(model.config) or (), model.dtype)
         compile_layers(layers, model.device, sorted({1, *steps}))
     except Exception as error:
-        logger.warning("Kernels were not compiled ahead (%s); each is compiled when it is launched first.", error)
+        logger.warning(FAILED, error)
 
 
 def compile_kernels(config: PreTrainedConfig, layers: Sequence[KVLayer], keys: torch.Tensor) -> None:
@@ -159,22 +161,22 @@ def compile_kernels(config: PreTrainedConfig, layers: Sequence[KVLayer], keys: t
         layers: of the cache that hold pages.
         keys: (B, H, t, D) of the first layer: its heads are those of this process, where several share a model.
     """
-    shapes = shapes_of(config)
-    if not shapes:
-        return
-    shape, heads = shapes[0], keys.shape[1]
-    if not shape.rope_dim:
-        shape = shape._replace(heads=shape.heads // shape.kv_heads * heads, kv_heads=heads)
-    kinds = tuple(dict.fromkeys((layer.scheme, shape._replace(window=layer.window)) for layer in layers))
-    _compile(kinds, keys.dtype, keys.device, layers[0].record_past)
+    try:
+        shapes = shapes_of(config)
+        if not shapes:
+            return
+        shape, heads = shapes[0], keys.shape[1]
+        if not shape.rope_dim:
+            shape = shape._replace(heads=shape.heads // shape.kv_heads * heads, kv_heads=heads)
+        kinds = tuple(dict.fromkeys((layer.scheme, shape._replace(window=layer.window)) for layer in layers))
+        _compile(kinds, keys.dtype, keys.device, layers[0].record_past)
+    except Exception as error:
+        logger.warning(FAILED, error)
 
 
 @lru_cache(maxsize=1024)
 def _compile(
     kinds: tuple[tuple[Scheme, LayerShape], ...], dtype: torch.dtype, device: torch.device, several: bool
 ) -> None:
-    try:
-        layers = [each for scheme, shape in kinds for each in layers_of([scheme], [shape], dtype, several)]
-        compile_layers(layers, device, SEVERAL if several else (1,))
-    except Exception as error:
-        logger.warning("Kernels were not compiled ahead (%s); each is compiled when it is launched first.", error)
+    layers = [each for scheme, shape in kinds for each in layers_of([scheme], [shape], dtype, several)]
+    compile_layers(layers, device, SEVERAL if several else (1,))

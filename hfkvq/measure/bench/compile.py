@@ -59,9 +59,8 @@ def compile_candidates(
 ) -> None:
     """Compiles what attending to formats launches on a GPU with each of these launch parameters of one kernel."""
     every: list[Wanted] = []
-    now = dict(configs.lookup(device, kernel, key))
     for knobs in tried if device.type == "cuda" else ():
         configs.try_out(kernel, key, knobs)
         every += [each for name in names for each in attending(name, shape, device)]
-    configs.try_out(kernel, key, now)
+    configs.try_out(kernel, key, None)
     compile_all(every, device)
