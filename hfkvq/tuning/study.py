@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optuna
@@ -116,14 +119,59 @@ def tune(
     if on_trial is not None:
         on_trial(found, None)
 
+    ctrl_c = _CtrlC()
+
     def told(_: optuna.Study, trial: FrozenTrial) -> None:
+        if ctrl_c.came:
+            study.stop()
         if on_trial is not None:
             on_trial(found, found.point_of(trial) if trial.state is TrialState.COMPLETE else None)
 
     if len(found.finished()) < trials:
         enough = MaxTrialsCallback(trials, states=FINISHED)
-        study.optimize(lambda trial: _run(found, trial, objective, limits or {}, single, fit), callbacks=[told, enough])
+        with ctrl_c.handled():
+            study.optimize(
+                lambda trial: _run(found, trial, objective, limits or {}, single, fit, ctrl_c), callbacks=[told, enough]
+            )
     return found
+
+
+class _CtrlC:
+    """Ctrl-C during a search, which interrupts an objective, and waits while Optuna writes to the storage."""
+
+    def __init__(self) -> None:
+        self.came = self.measuring = False
+
+    def __call__(self, *_: object) -> None:
+        self.came = True
+        if self.measuring:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handles the signal, where Python's own handler did."""
+        main = threading.current_thread() is threading.main_thread()
+        if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        signal.signal(signal.SIGINT, self)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self.came:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def interrupts(self) -> Iterator[None]:
+        """Lets the signal interrupt, also one that came before."""
+        try:
+            self.measuring = True
+            if self.came:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self.measuring = False
 
 
 def _open(storage: str | None, name: str, setup: Mapping[str, Any]) -> tuple[optuna.Study, bool]:
@@ -198,6 +246,7 @@ def _run(
     limits: Mapping[Cost, float],
     single: bool,
     fit: Callable[[Preset], Preset] | None,
+    ctrl_c: _CtrlC,
 ) -> list[float]:
     """Measures a trial: the value, and unless ``single`` the cost."""
 
@@ -207,23 +256,27 @@ def _run(
             if trial.should_prune():
                 raise optuna.TrialPruned
 
+    for knob, distribution in study.space.items():
+        suggest(trial, knob, distribution)
     try:
-        for knob, distribution in study.space.items():
-            suggest(trial, knob, distribution)
-        try:
-            preset = study.preset_of(trial.params)
-        except ValueError as error:
-            # Knobs may be legal each, and not together.
-            trial.set_user_attr("hfkvq:refused", str(error))
-            raise optuna.TrialPruned from None
-        known = _recorded(study, trial)
-        if fit is not None:
-            preset = fit(preset) if known is None else known.preset
-            trial.set_user_attr(FITTED, preset.to_dict())
-        score = objective(preset, report) if known is None else known.score
+        preset = study.preset_of(trial.params)
+    except ValueError as error:
+        # Knobs may be legal each, and not together.
+        trial.set_user_attr("hfkvq:refused", str(error))
+        raise optuna.TrialPruned from None
+    known = _recorded(study, trial)
+    try:
+        with ctrl_c.interrupts():
+            if known is not None:
+                preset, score = known.preset, known.score
+            else:
+                preset = preset if fit is None else fit(preset)
+                score = objective(preset, report)
     except KeyboardInterrupt:
         study.optuna.enqueue_trial(trial.params)
         raise
+    if fit is not None:
+        trial.set_user_attr(FITTED, preset.to_dict())
     check_score(score, trial.params)
     trial.set_user_attr(SCORE, score.to_dict())
     for name, limit in limits.items():

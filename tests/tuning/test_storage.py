@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import optuna
 import pytest
 from optuna.trial import TrialState
 
@@ -48,6 +49,27 @@ def test_ctrl_c_gives_the_trial_back(tmp_path, where):
     study = search(known, trials=3, storage=storage)
     assert known.calls[0] == stopped.calls[0]
     assert [point.number for point in study.points()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("moment", ["set_trial_param", "set_trial_state_values"])
+def test_ctrl_c_waits_while_the_storage_is_written(tmp_path, monkeypatch, moment):
+    """Else Optuna fails in its own words, or the trial stays with a process that is gone."""
+    write = getattr(optuna.storages.JournalStorage, moment)
+
+    def interrupted(*arguments, **options):
+        done = write(*arguments, **options)
+        signal.raise_signal(signal.SIGINT)
+        return done
+
+    storage = f"{tmp_path}/tuning.log"
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.storages.JournalStorage, moment, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            search(trials=3, storage=storage)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    study = search(trials=3, storage=storage)
+    assert len(study.points()) == 3
+    assert TrialState.RUNNING not in {trial.state for trial in study.optuna.get_trials()}
 
 
 class TestPasswords:
@@ -155,7 +177,7 @@ def test_stopped_and_gone_on_with(tmp_path):
     # To all of its group, as a terminal does.
     os.killpg(first.pid, signal.SIGINT)
     _, errors = first.communicate(timeout=60)
-    assert first.returncode == 130
+    assert first.returncode == 130, errors
     assert f"Stopped: finished trials are kept in {tmp_path}/tuning.log" in " ".join(errors.split())
     study = load_study(f"{tmp_path}/tuning.log", "mine")
     done = len(study.points())
