@@ -154,3 +154,17 @@ def callers(*functions: str) -> set[str]:
 def test_pages_have_one_writer():
     """A side's tokens become bytes in `kernels.seal_side` alone."""
     assert callers("seal", "page_norms") == {"hfkvq.kernels.seal"}
+
+
+def test_stores_alone_change_their_state():
+    """Outside of `hfkvq.caches.store`, objects assign a ``state`` of their own at most."""
+    found = {
+        module
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and node.attr == "state"
+        and ast.unparse(node.value) != "self"
+    }
+    assert {module for module in found if not is_in(module, "hfkvq.caches.store")} == set()

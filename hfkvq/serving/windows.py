@@ -304,8 +304,8 @@ class WindowedPages(SlotPages):
             like = windows[2][:, :, :1]
             store = self._stores[layer] = KVStore(self.layouts[layer], self._scheme_of[layer], like, like)
         keys, values = self._parts[layer]
-        store.state = StoreState(
-            store.format, self.sizes, counters, counters[START], tuple(windows), (RunView(table, None, keys, values),),
-            frozenset({row}),
-        )  # fmt: skip
+        runs = (RunView(table, None, keys, values),)
+        store.adopt(
+            StoreState(store.format, self.sizes, counters, counters[START], tuple(windows), runs, frozenset({row}))
+        )
         return store

@@ -215,7 +215,7 @@ def test_plain_step_asks_the_device_nothing():
     Watched.asked = False
     got = hfkvq_mask(2, 1, 51, q_offset=50, attention_mask=mask)
     queries, keys, values = (x.as_subclass(Watched) for x in join([x[40:41] for x in rows]))
-    layer.store.replace(counters=layer.store.counters.as_subclass(Watched))
+    layer.store.state = layer.store.state.replace(counters=layer.store.counters.as_subclass(Watched))
     call(layer, queries, keys, values, got)
     assert not Watched.asked
     # The watch works.

@@ -485,7 +485,7 @@ def test_stores_are_given_tensors_in_one_place():
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(store.state, name, getattr(store, name))
         assert store.held is held
-        store.replace(**{name: getattr(store, name)})
+        store.state = store.state.replace(**{name: getattr(store, name)})
         assert store.held is not held
 
 
@@ -495,17 +495,17 @@ def test_what_the_host_knows_goes_with_what_it_is_of():
     step(layer, states(2, 200, 64, torch.float32, "cpu", generator))
     store = layer.store
     tally = HostCounters.empty(store.counters, store.states)
-    store.replace(host_counters=tally)
+    store.state = store.state.replace(host_counters=tally)
     held, before = store.held, store.state
-    store.replace(states=store.forecast(3).appended)
+    store.state = store.state.replace(states=store.forecast(3).appended)
     assert store.state.host_counters is tally
     assert store.held is held
     assert store.longest == before.longest + 3
     assert store.state.wide_most == before.wide_most + 3
-    store.replace(widest=7)
+    store.state = store.state.replace(widest=7)
     assert store.state.host_counters is None
     assert store.state.wide_most == 7 + max(store.forecast().tail_slots)
-    store.replace(widest=5, host_counters=tally)
+    store.state = store.state.replace(widest=5, host_counters=tally)
     assert store.state.host_counters is tally
     # The value from before is as it was.
     assert before.host_counters is tally
@@ -521,7 +521,7 @@ def test_tensors_that_were_replaced_are_given_back():
     old = [weakref.ref(x) for x in (store.runs[0].table, *store.runs[0].keys, store.windows[2], store.counters)]
     store.state = grow(store.state, 0, store.runs[0].table.shape[1] + 5)
     store.grow_tail("keys", store.windows[2].shape[2] + 1)
-    store.replace(counters=store.counters.clone())
+    store.state = store.state.replace(counters=store.counters.clone())
     assert [x() for x in old] == [None] * len(old)
     assert store.held.noted is None
 
@@ -587,7 +587,7 @@ def test_addresses_are_those_of_tensors(name, masked, monkeypatch):
         if at % 7 == 3:
             store.state = grow(store.state, 0, store.runs[0].table.shape[1] + 1)
         if at % 7 == 5:
-            store.replace(counters=store.counters.clone())
+            store.state = store.state.replace(counters=store.counters.clone())
         then = store.forecast(1)
         plain = any(then.due) and line.seals_with_steps(store.format, then.due)
         sealing = line.Sealing(store.sizes.local, store.sizes.unit, then.due) if plain else None

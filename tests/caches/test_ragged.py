@@ -19,7 +19,7 @@ def test_rows_are_stored_as_if_each_came_alone(name):
     q_abs = torch.rand(len(LENGTHS), HEADS, DIM) if "query" in scheme.needs else None
     like = keys.expand(len(LENGTHS), -1, -1, -1)
     store = KVStore(layout, scheme, like, like)
-    store.replace(runs=grow(store.state, 0, 8).runs)
+    store.state = store.state.replace(runs=grow(store.state, 0, 8).runs)
     for side in SIDES:
         store.grow_tail(side, store.tail_limit[side], True)
     store.extend_ragged(keys, values, Ragged(first, LENGTHS, keys.device), q_abs)

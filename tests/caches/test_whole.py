@@ -275,7 +275,9 @@ def _share_open_page(cache):
 
 def _forget_a_state(cache):
     store = cache.layers[0].store
-    store.replace(states=frozenset(state._replace(length=state.length + 1) for state in store.states))
+    store.state = store.state.replace(
+        states=frozenset(state._replace(length=state.length + 1) for state in store.states)
+    )
 
 
 BREAKS = {

@@ -23,7 +23,7 @@ from ..store.host import empty
 from .base import LayerBase, Part
 from .eviction import Eviction
 from .group import DeviceSync
-from .plan import make_plan, move_into, splits_room
+from .plan import make_plan, splits_room
 from .queries import QueryStatistics
 
 OWNERS: weakref.WeakValueDictionary[int, StepBuffer] = weakref.WeakValueDictionary()
@@ -121,7 +121,7 @@ class StepBuffer(Part):
             if plan != self.plan or self.tensor is None or self.tensor.device != store.device:
                 self._allocate(plan, store.device)
             assert self.state is not None, "made with the buffer"
-            move_into(store, self.state, plan)
+            store.move_into(self.state, plan.blocks)
             self._write_queries()
         except BaseException:
             # Out of memory, most likely. What the store holds is whole, wherever it lies.

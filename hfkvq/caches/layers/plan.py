@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState
+from hfkvq.kernels.step import MAX_STEP, StepPlan
 
 from ..headwise import HeadwiseStore
 from ..scheme import Layout, Scheme
@@ -120,32 +118,3 @@ def _blocks_ahead(store: KVStore, new: int, most: int, before: StepPlan | None, 
         return before.blocks
     last = -(-held // page)
     return (*have[:-1], last if fixed and not store.format.ordered else max(have[-1], last))
-
-
-def move_into(store: KVStore, state: StepState, plan: StepPlan) -> None:
-    """Copies a store's tensors into a buffer's, where they are not those already, and gives the store the latter."""
-    if store.counters is not state.counters:
-        state.counters.copy_(store.counters)
-        store.replace(counters=state.counters)
-    for at, (own, new) in enumerate(zip(store.windows, state.windows, strict=True)):
-        if own is not new:
-            new.copy_(own)
-            store.replace(windows=[*store.windows[:at], new, *store.windows[at + 1 :]])
-    for i, (own, new) in enumerate(zip(store.runs, state.runs, strict=True)):
-        # Pages that no token is in may be left behind.
-        blocks = plan.blocks[i]
-        have = store.format.pages(min(own.table.shape[1], blocks))
-        pairs = list(zip((*own.keys, *own.values), (*new.keys, *new.values), strict=True))
-        if all(a is b for a, b in pairs):
-            if own.table is not new.table:
-                new.table.copy_(own.table)
-        else:
-            new.table.copy_(store.state.own_table(blocks))
-            target, source = (x.table[:, :have].flatten().long() for x in (new, own))
-            for old, part in pairs:
-                raw, held = (x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (part, old))
-                raw[target] = held[source]
-        if own.pos is not None and new.pos is not None and own.pos is not new.pos:
-            slots = min(own.pos.shape[1], new.pos.shape[1])
-            new.pos[:, :slots].copy_(own.pos[:, :slots])
-        store.replace(runs=[*store.runs[:i], new, *store.runs[i + 1 :]])

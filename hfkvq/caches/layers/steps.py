@@ -84,7 +84,7 @@ class DeviceSteps(Part):
         then = store.forecast(peak, layer.hold).sealed
         if peak > tokens:
             then = frozenset(state._replace(length=state.length - (peak - tokens)) for state in then)
-        store.replace(states=then)
+        store.note_states(then)
         layer.seen += tokens
         layer.newest = 0
         layer.edition += 1
@@ -105,7 +105,7 @@ class DeviceSteps(Part):
         store = layer.held()
         *counters, flag = numbers
         rows = [counters[i * store.batch : (i + 1) * store.batch] for i in range(len(counters) // store.batch)]
-        store.replace(states=row_states(rows))
+        store.note_states(row_states(rows))
         layer.seen, layer.newest = rows[START][0] + rows[LENGTH][0], 0
         layer.edition += 1
         self.note_rows()
@@ -224,5 +224,5 @@ class DeviceSteps(Part):
                 state.new.zero_()
                 layer.uncommitted = True
             raise
-        store.replace(states=then.sealed)
+        store.note_states(then.sealed)
         return out

@@ -190,7 +190,8 @@ class TierEvictor(Eviction[TieredEviction]):
             return
         held, states = [each[rows] for each in done.held], done.rows[rows]
         blocks = [pages_for(store.format, run, max(each)) for run, each in enumerate(held)]
-        store.adopt(part(done.state, rows.start, store.batch, blocks), states, max(held[-1]))
+        own = part(done.state, rows.start, store.batch, blocks)
+        store.adopt(own.replace(max(held[-1]), states=frozenset(states)))
         layer.evicted = True
         layer.edition += 1
         if self.policy.remembers:

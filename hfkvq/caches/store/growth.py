@@ -10,11 +10,11 @@ from torch.nn.functional import pad
 
 from hfkvq.kernels.decode import ABSENT, column_positions
 from hfkvq.kernels.pages import Side, StoreFormat
-from hfkvq.kernels.step import MAX_STEP
+from hfkvq.kernels.step import MAX_STEP, StepState
 
 from ..lasting import lasting
 from ..scheme import Layout
-from .state import SIDES, StoreState, in_turn
+from .state import SIDES, StoreState, as_bytes, in_turn
 
 GROWTH = 1.25
 """Factor by which pages grow in eager use: amortized like doubling, with a fifth of the unused room at the most."""
@@ -116,3 +116,32 @@ def _grown_tail(state: StoreState, side: Side, at: int, need: int, limit: int, e
     grown = pad(grown, (0, 0, 0, 1))
     grown.scatter_(2, slot[:, None, :, None].expand(-1, state.heads, -1, tail.shape[3]), tail)
     return state.with_window(at, grown[:, :, :need].contiguous())
+
+
+def in_buffer(state: StoreState, buffer: StepState, blocks: Sequence[int]) -> StoreState:
+    """The state with its tensors in a buffer of recorded steps; those that are elsewhere are copied there.
+
+    Args:
+        state: as it was. It is not changed, so that it still stands if anything fails.
+        buffer: the layer's tensors.
+        blocks: pages of a row in the buffer, for each run. Pages beyond these hold no token.
+    """
+    if state.counters is not buffer.counters:
+        buffer.counters.copy_(state.counters)
+    for own, new in zip(state.windows, buffer.windows, strict=True):
+        if own is not new:
+            new.copy_(own)
+    for own, new, count in zip(state.runs, buffer.runs, blocks, strict=True):
+        have = state.format.pages(min(own.table.shape[1], count))
+        pairs = list(zip((*own.keys, *own.values), (*new.keys, *new.values), strict=True))
+        if not all(a is b for a, b in pairs):
+            new.table.copy_(state.own_table(count))
+            target, source = (view.table[:, :have].flatten().long() for view in (new, own))
+            for old, part in pairs:
+                as_bytes(part)[target] = as_bytes(old)[source]
+        elif own.table is not new.table:
+            new.table.copy_(own.table)
+        if own.pos is not None and new.pos is not None and own.pos is not new.pos:
+            slots = min(own.pos.shape[1], new.pos.shape[1])
+            new.pos[:, :slots].copy_(own.pos[:, :slots])
+    return state.replace(counters=buffer.counters, windows=buffer.windows, runs=buffer.runs)

@@ -33,13 +33,14 @@ from hfkvq import kernels
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.pages import Side
+from hfkvq.kernels.step import StepState
 from hfkvq.kernels.step_tensors import Observing, Sealing
 
 from ..lasting import lasting
 from ..routing import ColumnTags, HostCounters, SealSource, SealStart, read_counters
 from ..row_states import RowState, forecast, row_states
 from .cropping import cropped
-from .growth import grow_tail, pages_for, tail_limits
+from .growth import grow_tail, in_buffer, pages_for, tail_limits
 from .packing import Packed, packed, unpacked
 from .rows import reordered, selected
 from .sealing import seal
@@ -51,9 +52,17 @@ from .windows import Padding, Ragged, fill_windows
 class KVStore(StoreView):
     """Storage of one layer: see `StoreView` for its arguments, and for what can be asked of it."""
 
-    def replace(self, widest: int | None = None, **changes: Any) -> None:
-        """Gives the store other tensors, or another view of its rows: see `StoreState.replace`."""
-        self.state = self.state.replace(widest, **changes)
+    def adopt(self, state: StoreState) -> None:
+        """Holds what another state of the same format holds; this one's tensors are given up."""
+        self.state = state
+
+    def note_states(self, states: frozenset[RowState]) -> None:
+        """Notes what rows are like after recorded steps, which changed the tensors alone."""
+        self.state = self.state.replace(states=states)
+
+    def move_into(self, buffer: StepState, blocks: Sequence[int]) -> None:
+        """Moves what the store holds into a buffer of recorded steps: see `hfkvq.caches.store.growth.in_buffer`."""
+        self.state = in_buffer(self.state, buffer, blocks)
 
     def _rotated(self, x: Tensor, side: Side) -> Tensor:
         return kernels.hadamard(x, self.format.rotate_keys if side == "keys" else self.format.rotate_values)
@@ -73,24 +82,6 @@ class KVStore(StoreView):
         self.state = self.state.replace(states=states, host_counters=None)
         self.counters[START].add_(padding.lead)
         self.counters[LENGTH].add_(tokens - padding.lead)
-
-    def adopt(self, state: StoreState, rows: Sequence[RowState], widest: int) -> None:
-        """Holds what another state of the same format and as many rows holds.
-
-        Args:
-            state: the other one.
-            rows: what its rows are like.
-            widest: tokens that a row has in the last run at the most.
-        """
-        self.replace(
-            widest,
-            counters=state.counters,
-            dropped=state.dropped,
-            windows=state.windows,
-            runs=state.runs,
-            states=frozenset(rows),
-            settled=state.settled,
-        )
 
     def pack(self) -> Packed:
         """What the store holds, for a file: see `packing.packed`."""
@@ -169,7 +160,7 @@ class KVStore(StoreView):
             out = kernels.append_attend(query, keys, values, held, scaling, softcap, sealing, observing, mask)
         except BaseException:
             # Of its launches, some have run.
-            self.replace(states=row_states(read_counters(self.counters)), host_counters=None)
+            self.state = self.state.replace(states=row_states(read_counters(self.counters)), host_counters=None)
             raise
         if out is None:
             return None
@@ -228,12 +219,14 @@ class KVStore(StoreView):
         assert not self.longest, "first tokens"
         keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
         with self._counting(empty=True):
-            self.replace(states=frozenset(RowState(length, 0, 0) for length in rows.lengths), host_counters=None)
+            self.state = self.state.replace(
+                states=frozenset(RowState(length, 0, 0) for length in rows.lengths), host_counters=None
+            )
             self.counters[LENGTH].copy_(rows.length)
             first = rows.first[:, None] + self.layout.sink
             sources = [SealSource(x.expand(self.batch, -1, -1, -1), 0, x.shape[2], first) for x in (keys, values)]
             seal(self, sources[0], sources[1], 0, q_abs, None)
-            self.replace(windows=rows.windows(self.state, keys, values))
+            self.state = self.state.replace(windows=rows.windows(self.state, keys, values))
 
     @contextlib.contextmanager
     def _counting(self, empty: bool = False) -> Iterator[Tensor]:
@@ -287,7 +280,7 @@ class KVStore(StoreView):
         """
         counters = self.counters.clone()
         counters[START] += shorter
-        self.replace(counters=counters, dropped=self.dropped + evicted, settled=settled)
+        self.state = self.state.replace(counters=counters, dropped=self.dropped + evicted, settled=settled)
         if columns is not None:
             (row,), pos = self.states, self.runs[-1].pos
             assert pos is not None, "a run of several has positions"
@@ -336,7 +329,9 @@ class KVStore(StoreView):
         state = self.state
         # No row's pages are another's, or lie behind those of a batch that was larger.
         runs = [replaced(view, table=state.own_table(view.table.shape[1])) for view in state.runs]
-        self.replace(states=EMPTY, host_counters=known, wide_bound=(0, 0), settled=0, runs=runs, writes=())
+        self.state = self.state.replace(
+            states=EMPTY, host_counters=known, wide_bound=(0, 0), settled=0, runs=runs, writes=()
+        )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> None:
         """Moves every tensor."""
