@@ -258,7 +258,8 @@ class CompressedPages(FullAttentionCacheAllocator):
         arguments, form, count = arguments_of(scaling, given), self.forms[layer], rows.past.shape[0]
         if rows.lengths is None:
             # Every token is a request: rows of one token.
-            out = self._step(layer, *(x.transpose(0, 2) for x in (query, key, value)), rows, arguments)
+            q, k, v = (x.transpose(0, 2) for x in (query, key, value))
+            out = self._step(layer, q, k, v, rows, arguments)
             out, sources = out.transpose(0, 2).transpose(1, 2), [tail[:count] for tail in self._tails]
         else:
             out = self._batch(layer, module, query, key, value, rows, arguments)
