@@ -23,9 +23,7 @@ from .behind import attend_layer, is_plain
 from .dense import WITHOUT_CUDNN, dense_attention
 from .latents import absorbed, expanded, valued
 from .layers.forward import attend
-from .layers.gradient import refuse_gradient
 from .layers.handle import layer_of
-from .layers.step import take_step
 from .layers.steps import StepKV
 from .model_config import TOUCHES_KEYS
 from .recorded import is_captured, is_recorded
@@ -70,27 +68,17 @@ def hfkvq_attention(
         kwargs.get("position_bias"),
         _causal(module, kwargs),
     )
-    if isinstance(key, StepKV):
-        if key.steps.layer.latents:
-            out = valued(module, recorded_attention(key, absorbed(module, query), arguments))
-        else:
-            out = _in_tiles(recorded_attention(key, _in_rows(query, key.tiles), arguments), key.tiles)
-        return out.transpose(1, 2).contiguous(), None
-    layer: Any = layer_of(key, value)
+    layer: Any = key.steps.layer if isinstance(key, StepKV) else layer_of(key, value)
     if layer is None:
         note_queries(module, query, key.shape[1], bool(arguments.softcap) or sinks is not None)
         return dense_attention(module, query, key, value, arguments, dropout, **kwargs)
     latents, tiles = layer.latents, key.tiles  # type: ignore[attr-defined]
     asked = absorbed(module, query) if latents and query.shape[2] <= MAX_STEP else _in_rows(query, tiles)
-    after = partial(valued, module) if latents else partial(_in_tiles, tiles=tiles) if tiles > 1 else None
-    out = take_step(layer, asked, arguments)
-    if out is not None:
-        out = out if after is None else after(out.transpose(1, 2)).transpose(1, 2).contiguous()
-        return refuse_gradient(layer, out), None
+    after = partial(valued, module) if latents else partial(_in_tiles, tiles=tiles)
 
     def dense() -> Tensor:
-        if tiles == 1 and is_plain(told, layer.columns, dropout, kwargs):
-            found = attend_layer(layer, query, told)
+        if tiles == 1 and is_plain(arguments, layer.columns, dropout, kwargs):
+            found = attend_layer(layer, query, arguments)
             if found is not None:
                 return found
         keys, values = key.materialize(), value.materialize()  # type: ignore[attr-defined]
@@ -100,8 +88,11 @@ def hfkvq_attention(
             found, _ = dense_attention(module, query, keys, values, arguments, dropout, **kwargs)
         return found.transpose(1, 2)
 
-    told = arguments.explicit(query, key.shape[2])
-    return attend(layer, asked, told, dense, attention_mask, after).transpose(1, 2).contiguous(), None
+    if isinstance(key, StepKV):
+        out = after(recorded_attention(key, asked, arguments))
+    else:
+        out = attend(layer, asked, arguments.explicit(query, key.shape[2]), dense, attention_mask, after)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _in_rows(query: Tensor, tiles: int) -> Tensor:

@@ -73,8 +73,8 @@ class MixedKVCache(SavedCache, Cache):
             environment variable HFKVQ_GRAPHS (1 or 0), or True. Without graphs, or if ``generate`` is given a
             ``compile_config``, steps at a fixed capacity are compiled, as with ``StaticCache``. Compiled steps ignore
             masks: only the prompt's padding stays hidden.
-        headroom: share by which buffers of captured steps exceed what a growing cache holds; at least 128 tokens, at
-            most 4,096.
+        headroom: share by which buffers of steps exceed what a growing cache holds: at most 4,096 tokens, and at least
+            128 where steps are captured, else a page. 0 stands for a page in either case.
         offloading: whether pages are kept in the host's memory, where the GPU reads them over the bus; sinks, newest
             tokens and tables stay on the GPU. True: all layers that hold all tokens; a number: that many last ones.
         attach: whether to switch the attention implementation.
@@ -134,8 +134,10 @@ class MixedKVCache(SavedCache, Cache):
         self._rounding = tuple(i for i, x in held.items() if x.smooths or i in mixing)
         self._model = weakref.ref(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
         self.graphs: StepGraphs | None = None
+        if made.sync is not None:
+            made.sync.headroom = headroom
         if made.captured and made.sync is not None:
-            self.graphs = StepGraphs(self, self.preset, made.sync, headroom)
+            self.graphs = StepGraphs(self, self.preset, made.sync)
             if isinstance(model_or_config, torch.nn.Module):
                 intercept(model_or_config)
         # Whose modules are still to pass latents on; a model that is known need not be looked for.
@@ -351,21 +353,19 @@ class MixedKVCache(SavedCache, Cache):
         new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
         join(self.config, new)
         if self.graphs is not None:
-            new.graphs = _graphs_of(new, self.graphs.headroom)
+            new.graphs = _graphs_of(new)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the config, which belongs to the model."""
-        graphs = None if self.graphs is None else self.graphs.headroom
         state = {key: value for key, value in self.__dict__.items() if key not in ("config", "_model")}
-        return state | {"graphs": graphs, "_known_architecture": self.architecture()}
+        return state | {"graphs": self.graphs is not None, "_known_architecture": self.architecture()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a saved cache; an empty stand-in takes the config's place, and `detach` has nothing to undo."""
         self.__dict__.update(state, config=PreTrainedConfig(), _model=None)
         self._expanding = any(layer.latents for layer in self.compressed_layers)
-        if state["graphs"] is not None:
-            self.graphs = _graphs_of(self, state["graphs"])
+        self.graphs = _graphs_of(self) if state["graphs"] else None
         register()
 
 
@@ -405,11 +405,11 @@ def _take_back(cache: MixedKVCache, layer_idx: int, tokens: int) -> None:
     cache.states.spoil()
 
 
-def _graphs_of(cache: MixedKVCache, headroom: float) -> StepGraphs:
+def _graphs_of(cache: MixedKVCache) -> StepGraphs:
     """Graphs of its own for a cache that has come from another one."""
     sync = cache._sync
     assert sync is not None, "steps were captured"
-    return StepGraphs(cache, cache.preset, sync, headroom)
+    return StepGraphs(cache, cache.preset, sync)
 
 
 def _capture_draft(draft: torch.nn.Module) -> None:

@@ -76,10 +76,9 @@ class StepGraphs:
         cache: whose steps these are.
         preset: of the cache, by name and knobs.
         sync: of its layers.
-        headroom: share of what is needed by which buffers of a cache that grows are ahead.
     """
 
-    def __init__(self, cache: WholeCache, preset: Any, sync: DeviceSync, headroom: float) -> None:
+    def __init__(self, cache: WholeCache, preset: Any, sync: DeviceSync) -> None:
         self.sync = sync
         sync.captured = True
         # Of the last capture that has failed.
@@ -89,15 +88,10 @@ class StepGraphs:
         self._preset = repr(preset)
         offloaded = [member.layer.offloaded for member in sync.members]
         spare = SpareBuffers.of(cache.config, repr((preset, sync.first.layer.capacity, offloaded)))
-        self.placement = Placement(sync, spare, headroom, cache.states)
+        self.placement = Placement(sync, spare, cache.states)
         if sync.first.layer.capacity is None:
             release = weakref.finalize(cache, Placement.release, self.placement)
             release.atexit = False
-
-    @property
-    def headroom(self) -> float:
-        """Share of what is needed by which buffers of a cache that grows are ahead."""
-        return self.placement.headroom
 
     # Who calls.
 

@@ -9,7 +9,6 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH
 from hfkvq.kernels.masks import fold_mask
 from hfkvq.kernels.pages import Side
-from hfkvq.kernels.step_tensors import Observing
 
 from .routing import ColumnTags
 from .scheme import Layout, Scheme
@@ -42,14 +41,6 @@ class HeadwiseStore(KVStore):
         rows, heads, *rest = x.shape
         return x.reshape(rows // self.fold, heads * self.fold, *rest)
 
-    def folded_mask(self, mask: Tensor | None, query_heads: int) -> Tensor | None:
-        """A mask (B or 1, Hq or 1, Q or 1, L) for folded rows: (B*H or 1, r or 1, Q or 1, L)."""
-        if mask is None or (mask.shape[0] == 1 and mask.shape[1] == 1):
-            return mask
-        if mask.shape[1] == query_heads and query_heads > 1:
-            return self.folded(mask.expand(self.batch // self.fold, -1, -1, -1))
-        return mask.repeat_interleave(self.fold, 0)
-
     def folded_padding(self, padding: Padding | None) -> Padding | None:
         """Padding of the layer's rows, for each of their heads."""
         if padding is None:
@@ -71,30 +62,6 @@ class HeadwiseStore(KVStore):
         """See `KVStore.push`."""
         super().push(self.folded(keys), self.folded(values), self.folded_padding(padding))
 
-    def step(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        arguments: AttentionArguments,
-        seals: bool = False,
-        observing: Observing | None = None,
-    ) -> tuple[Tensor, bool] | None:
-        """See `KVStore.step`; a mask is a `hfkvq.kernels.masks.step_mask`. None where queries are to be observed."""
-        if observing is not None:
-            # Their statistics are of the layer's rows.
-            return None
-        if arguments.mask is not None:
-            arguments = arguments._replace(mask=fold_mask(arguments.mask, self.fold))
-        done = super().step(self.folded(query), self.folded(keys), self.folded(values), arguments, seals)
-        if done is None:
-            return None
-        out, due = done
-        if out.shape[1] == 1:
-            # In one go, as it lies.
-            return out.view(out.shape[0] // self.fold, 1, -1, out.shape[3]), due
-        return self.unfolded(out.transpose(1, 2)).transpose(1, 2), due
-
     def extend(
         self,
         keys: Tensor,
@@ -115,7 +82,7 @@ class HeadwiseStore(KVStore):
     def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
         """See `StoreView.attend`."""
         # The layer's list of sinks has those of each head in turn: rows here take turns with it.
-        arguments = arguments._replace(mask=self.folded_mask(arguments.mask, query.shape[1]))
+        arguments = arguments._replace(mask=fold_mask(arguments.mask, query.shape[0], self.fold))
         return self.unfolded(super().attend(self.folded(query), arguments))
 
     def dense(self, side: Side, columns: int, back: bool = True) -> Tensor:

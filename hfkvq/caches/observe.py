@@ -11,6 +11,7 @@ from torch import Tensor
 from hfkvq import kernels
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import ABSENT, LENGTH, START, column_positions, run_count
+from hfkvq.kernels.masks import fold_mask
 from hfkvq.kernels.pages import Side
 
 from .evidence import ELEMENTS, Attention, Evidence, Kind
@@ -141,7 +142,7 @@ def _logits(
         x = torch.tanh(x / seen.arguments.softcap) * seen.arguments.softcap
     place = where.gather(1, order)
     visible = (place > ABSENT)[:, None, None]
-    mask = store.folded_mask(seen.arguments.mask, seen.query.shape[1])
+    mask = fold_mask(seen.arguments.mask, seen.query.shape[0], store.fold)
     if mask is None:
         newest = store.counters[LENGTH, own, None] + first + torch.arange(queries, device=q.device)
         visible = visible & (place[:, None] <= newest[..., None])[:, None]

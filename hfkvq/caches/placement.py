@@ -24,22 +24,6 @@ from .once import say_once
 from .store import KVStore
 from .store.host import pinned
 
-LEAST_HEADROOM = 128
-"""Least number of tokens by which a buffer is ahead of need: short contexts are not captured again at every page."""
-
-MOST_HEADROOM = 4096
-"""Greatest number of such tokens: so many steps take half a minute, and capturing a fraction of a second."""
-
-
-def room_ahead(buffers: Sequence[StepBuffer], need: int, headroom: float) -> int:
-    """Columns of the buffers of a growing cache that needs ``need`` of them.
-
-    Buffers are ahead by a share of the tokens held: few, where a long prompt was evicted to a small budget.
-    """
-    held = [buffer.layer.held().longest for buffer in buffers if buffer.evicts_prompts_alone]
-    share = int(max(held, default=need) * headroom)
-    return need + max(LEAST_HEADROOM, min(share, MOST_HEADROOM))
-
 
 class Recording(NamedTuple):
     """A captured step.
@@ -186,12 +170,11 @@ class Placement:
     Args:
         sync: of the layers.
         spare: buffers of caches of the same kind that are gone.
-        headroom: share of what is needed by which buffers of a cache that grows are ahead.
         states: recurrent ones, of the cache.
     """
 
-    def __init__(self, sync: DeviceSync, spare: SpareBuffers, headroom: float, states: StatePlaces) -> None:
-        self.sync, self.spare, self.headroom, self.states = sync, spare, headroom, states
+    def __init__(self, sync: DeviceSync, spare: SpareBuffers, states: StatePlaces) -> None:
+        self.sync, self.spare, self.states = sync, spare, states
 
     @property
     def buffers(self) -> list[StepBuffer]:
@@ -232,7 +215,7 @@ class Placement:
         # Caches of fixed capacity have buffers from the first update on, unless an operation on rows has left them.
         grows = buffers[0].layer.capacity is None
         if any(buffer.tensor is None for buffer in buffers) or need > buffers[0].room:
-            room = room_ahead(buffers, need, self.headroom) if grows else 0
+            room = buffers[0].room_for(need) if grows else 0
             try:
                 for buffer in buffers:
                     if grows:

@@ -59,7 +59,7 @@ class HostCounters(NamedTuple):
 
 
 def sealed_to_last_run(counters: Counters, sizes: WindowSizes, hold: int) -> Counters:
-    """Counters after a seal of all that is due into the last run, which `kernels.due` and `kernels.seal_tail` do."""
+    """Counters after a seal of all that is due into the last run, which `kernels.due` counts."""
     rows = list(counters)
     for at, (local, unit) in enumerate(zip(sizes.local, sizes.unit, strict=True)):
         before = [sum(column) for column in zip(*rows[RUNS + at :: 2], strict=True)]

@@ -48,12 +48,10 @@ class Limits(NamedTuple):
 
     Attributes:
         captured: why steps can be neither captured as CUDA graphs nor compiled.
-        fused: why a step that no graph replays seals in several launches.
         requantized: why tokens that stay are quantized again.
     """
 
     captured: str | None = None
-    fused: str | None = None
     requantized: str | None = None
 
     def words(self) -> list[str]:
@@ -61,8 +59,6 @@ class Limits(NamedTuple):
         lines = []
         if self.captured:
             lines.append(f"steps are not captured: {self.captured}")
-        if self.fused:
-            lines.append(f"without graphs steps seal in several launches: {self.fused}")
         if self.requantized:
             lines.append(f"tokens that stay are quantized again: {self.requantized}")
         return lines
@@ -218,14 +214,6 @@ class Scheme:
 
     # What steps lose.
 
-    def seals_plainly(self, layout: Layout) -> bool:
-        """Whether sealing takes nothing but the tokens and, perhaps, a rule."""
-        plain = all(
-            side.clip >= 1.0 and not fmt.normed and not fmt.exact and (not fmt.raised or self.channel_rule)
-            for side, fmt in zip((layout.keys, layout.values), layout.store.runs[0], strict=True)
-        )
-        return plain and layout.store.ordered
-
     def seals_widely(self, layout: Layout) -> bool:
         """Whether tokens without a tag go to the last of several runs, and nothing else has to be known of them."""
         plain = all(
@@ -237,7 +225,7 @@ class Scheme:
     def limits(self, key_dim: int, value_dim: int) -> Limits:
         """What steps lose by the scheme's choices, for heads of these dimensions."""
         layout = self.layout(key_dim, value_dim)
-        return Limits(self._captured_limit(layout, key_dim), self._fused_limit(layout))
+        return Limits(self._captured_limit(layout, key_dim))
 
     def _captured_limit(self, layout: Layout, key_dim: int) -> str | None:
         keys = layout.keys
@@ -250,20 +238,6 @@ class Scheme:
             if any(not fmt.whole or fmt.page_size <= most for fmt in keys.formats[:-1]):
                 return "tokens that a step seals may belong in several runs"
         return None
-
-    def _fused_limit(self, layout: Layout) -> str | None:
-        # Generated tokens go to the last of several runs, if that needs no look at them.
-        keys, values = layout.store.runs[-1]
-        ordered = layout.store.ordered
-        if self.seals_plainly(layout) if ordered else self.seals_widely(layout):
-            return "queries weigh the channels" if ordered and "query" in self.needs else None
-        if min(layout.keys.clip, layout.values.clip) < 1:
-            return "clipped values are sorted first"
-        if keys.normed or values.normed:
-            return "pages have factors"
-        if keys.exact:
-            return "queries choose exact keys"
-        return "the scheme itself says which channels are raised" if ordered else "tokens have widths of their own"
 
     def searched(self) -> dict[str, tuple[float, float] | list[Any]]:
         """What the tuner searches unless told otherwise: ranges and choices by knob, as the knobs name them."""

@@ -4,7 +4,6 @@ from .append import append
 from .decode import decode_attention
 from .dispatch import use_interpreter, use_reference
 from .due import due
-from .fused_step import append_attend, seal_tail
 from .gather import gather_rows
 from .hadamard import hadamard
 from .join import join
@@ -23,7 +22,6 @@ __all__ = [
     "RunView",
     "StoreFormat",
     "append",
-    "append_attend",
     "attention_moments",
     "channel_widths",
     "decode_attention",
@@ -39,7 +37,6 @@ __all__ = [
     "query_sums",
     "seal",
     "seal_side",
-    "seal_tail",
     "smooth",
     "store_attention",
     "sv_pages",

@@ -38,10 +38,18 @@ def has_room(mask: Tensor) -> bool:
     return hasattr(mask, ROOM)
 
 
-def fold_mask(mask: Tensor, heads: int) -> Tensor:
-    """A `step_mask` for rows that are KV heads of its rows: bool (B*heads, 1, 1, L), made once for all layers."""
-    if mask.shape[0] == 1:
+def fold_mask(mask: Tensor | None, batch: int, heads: int) -> Tensor | None:
+    """A mask (B or 1, Hq or 1, Q or 1, L) for rows that are KV heads of its rows: (B*heads or 1, Hq/heads or 1, ...).
+
+    That of a `step_mask` is one as well, and made once for all layers.
+    """
+    if mask is None or (mask.shape[0] == 1 and mask.shape[1] == 1):
         return mask
+    if mask.shape[1] > 1:
+        mask = mask.expand(batch, -1, -1, -1)
+        return mask.reshape(batch * heads, mask.shape[1] // heads, *mask.shape[2:])
+    if not has_room(mask):
+        return mask.repeat_interleave(heads, 0)
     made: dict[int, Tensor] = getattr(mask, FOLDED, {})
     if heads not in made:
         made[heads] = step_mask(mask[:, 0, 0].repeat_interleave(heads, 0))

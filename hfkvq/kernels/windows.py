@@ -6,7 +6,23 @@ are sealed ``unit`` at a time.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
+
+
+class Sealing(NamedTuple):
+    """What a step seals.
+
+    Attributes:
+        local: newest tokens that stay as they are, of keys and of values.
+        unit: tokens that are sealed together.
+        most: the most that any row will have to seal; 0 for nothing.
+    """
+
+    local: tuple[int, int]
+    unit: tuple[int, int]
+    most: tuple[int, int]
 
 
 def tokens_due(rest: int, sealed: int, local: int, unit: int) -> int:

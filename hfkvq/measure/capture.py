@@ -71,7 +71,6 @@ class Capture:
 class _CaptureLayer(KVLayer):
     """Notes what its attention is given, and stores nothing."""
 
-    fuses_steps = False
     captured: Capture | None = None
     first_query = 0
 

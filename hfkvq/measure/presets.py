@@ -160,7 +160,7 @@ def describe(name: str, scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, A
 
     Bits are the mean of keys and values, least and most where tokens differ in width; ``long_context_bits`` counts
     pages alone, since windows and tables vanish in a long context. ``not_captured`` says why steps can be neither
-    captured nor compiled, ``several_launches`` why those in Python seal in more than one launch, ``requantized`` why
+    captured nor compiled, ``requantized`` why
     tokens that stay are quantized again; None if they do not. ``stays`` says which tokens do, where others are evicted.
     """
     entry = entry_of(name)[1] if name in presets() else Entry()
@@ -182,7 +182,6 @@ def describe(name: str, scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, A
         "long_context_bits": long_context_bits(scheme, head_dim),
         "stays": budget_words(scheme),
         "not_captured": limits.captured,
-        "several_launches": limits.fused,
         "requantized": limits.requantized,
         "costly_choices": costly_choices(scheme, head_dim),
         "knobs": scheme.knobs(),
@@ -220,7 +219,7 @@ def knob_words(name: str, value: Any) -> str:
 
 def step_words(item: dict[str, Any]) -> list[str]:
     """What steps lose, line by line; nothing where they lose nothing."""
-    lines = Limits(item["not_captured"], item["several_launches"], item["requantized"]).words()
+    lines = Limits(item["not_captured"], item["requantized"]).words()
     by_reason: dict[str, list[str]] = {}
     for choice, reason in item["costly_choices"].items():
         by_reason.setdefault(reason, []).append(choice)

@@ -149,8 +149,9 @@ def unit(scheme: Scheme) -> int:
 
 
 def make(scheme: Scheme, **kwargs: Any) -> KVLayer:
-    """A layer outside any cache."""
-    return KVLayer(scheme, PaddingReader(), **kwargs)
+    """A layer outside any cache, whose steps go over a buffer where the scheme's can."""
+    steps = {"recordable": scheme.limits(DIM, DIM).captured is None}
+    return KVLayer(scheme, PaddingReader(), **steps | kwargs)
 
 
 @dataclass(frozen=True)
@@ -238,12 +239,17 @@ def forward(layer: KVLayer, queries: Tensor, keys: Tensor, values: Tensor, valid
     mask = mask_of(layer, valid, keys.shape[0], keys.shape[2])
     arguments = AttentionArguments(queries.shape[-1] ** -0.5, mask)
     layer.update(keys, values)
+    needs = layer.scheme.needs
+    shown = steady(queries, "signs" in needs) if "query" in needs else queries
+    if "query" not in needs:
+        out = layer.step(queries, arguments)
+        if out is not None:
+            return out
     if layer.begin(mask, queries.shape[2]):
         out = layer.attend(queries, arguments)
     else:
         out = attention(queries, layer.dense("keys"), layer.dense("values"), mask, arguments.scaling)
-    needs = layer.scheme.needs
-    layer.finish(steady(queries, "signs" in needs) if "query" in needs else queries, arguments)
+    layer.finish(shown, arguments)
     return out
 
 
@@ -312,10 +318,16 @@ def join(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.stack([getattr(x, side) for x in rows]) for side in ("queries", "keys", "values"))  # type: ignore[return-value]
 
 
+def counted(layer: KVLayer) -> KVStore:
+    """The layer's store, whose counters count what the last step has sealed as well."""
+    if layer.buffer is not None:
+        layer.buffer.close()
+    return layer.held()
+
+
 def stored(layer: KVLayer, index: int) -> dict[str, Tensor]:
     """Everything a row holds, bit for bit, in the row's own order: counts, windows, codes, scales, positions."""
-    store = layer.store
-    assert store is not None
+    store = counted(layer)
     fold = getattr(store, "fold", 1)
     held: dict[str, Tensor] = {}
     for head in range(fold):

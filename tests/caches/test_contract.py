@@ -28,6 +28,7 @@ from tests.caches.driver import (
     attention,
     by_layout,
     cases,
+    counted,
     distinct,
     evicting,
     feed,
@@ -71,6 +72,7 @@ on_every_layout = pytest.mark.parametrize("name", by_layout())
 def assert_dense_agrees(layer, queries, mask=None):
     """`attend` is attention over `dense`: the fused road and the universal one."""
     scaling = queries.shape[-1] ** -0.5
+    counted(layer)
     fused = layer.attend(queries, AttentionArguments(scaling, mask))
     plain = attention(queries, layer.dense("keys"), layer.dense("values"), mask, scaling)
     assert_close(fused, plain)
@@ -78,7 +80,7 @@ def assert_dense_agrees(layer, queries, mask=None):
 
 def sealed(layer):
     """(2, B): keys and values that each row has sealed, in all runs."""
-    return layer.store.counters[2:].unflatten(0, (-1, 2)).sum(0)
+    return counted(layer).counters[2:].unflatten(0, (-1, 2)).sum(0)
 
 
 # Reading.

@@ -370,7 +370,6 @@ class TestContract:
             assert scheme.layout(128, 64) == held.layout(128, 64)
             assert (scheme.channel_rule, scheme.step_rule(128)) == (held.channel_rule, held.step_rule(128))
             assert (scheme.needs, scheme.untagged_is_wide) == (held.needs, held.untagged_is_wide)
-            assert scheme.limits(128, 64).fused == held.limits(128, 64).fused
             assert pickle.loads(pickle.dumps(scheme)) == scheme == Scheme.from_dict(scheme.to_dict())
             assert hash(scheme) == hash(Scheme.from_dict(scheme.to_dict()))
 
@@ -411,7 +410,7 @@ class TestContract:
         assert get_scheme("tova+saw-int4").limits(128, 128) == Limits()
         clipped = get_scheme("h2o", pages=get_scheme("kitty", clip_values=0.9)).limits(128, 128)
         assert "clipped" in clipped.captured
-        assert len(clipped.words()) == 3
+        assert len(clipped.words()) == 2
         assert "in every step" in get_scheme("arkv", beta=0.5).limits(128, 128).captured
 
     def test_arkv_is_one_of_them(self):

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import CompileConfig, DynamicCache
 
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme
-from hfkvq.caches import capture, dense, graphs, placement
+from hfkvq.caches import capture, dense, graphs
+from hfkvq.caches.layers import buffer
 from hfkvq.caches.layers.buffer import StepBuffer
 from tests.caches.driver import small
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
@@ -42,14 +43,14 @@ def test_every_mode_of_generate(mode, length):
 def test_steps_of_every_scheme_are_those_without_graphs(name, monkeypatch):
     """Growing across several homes, with padding: the tokens of an eager cache."""
     # Fewer than by itself, so that fewer steps fill the first home.
-    monkeypatch.setattr(placement, "LEAST_HEADROOM", 32)
+    monkeypatch.setattr(buffer, "LEAST_HEADROOM", 32)
     # What two layers share they share whatever the scheme. A second one would quantize the last bits of attention over
     # a buffer, which are not those of attention over what has grown, and a code may be another.
     model, (ids, mask) = build("llama", num_hidden_layers=2 if name == "full" else 1), padded(2, 30)
     found = [
         _generate(
             model,
-            MixedKVCache(model.config, SCHEMES[name], graphs=on, headroom=0),
+            MixedKVCache(model.config, SCHEMES[name], graphs=on, headroom=0.01),
             ids,
             attention_mask=mask,
             max_new_tokens=50,
@@ -613,7 +614,7 @@ def test_step_is_for_own_loops():
 
 def test_layers_are_of_the_kind_that_is_captured():
     assert all(x.steps for x in MixedKVCache(build("llama").config).layers)
-    assert not any(x.steps for x in MixedKVCache(build("llama").config, graphs=False).layers)
+    assert not any(x.steps.sync.captured for x in MixedKVCache(build("llama").config, graphs=False).layers)
     assert graphs.MAX_STEP == 16
     assert TriAxialCache
 

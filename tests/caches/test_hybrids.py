@@ -13,8 +13,8 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 from evals.families import build, families
 from hfkvq import MixedKVCache, PrefixStore
-from hfkvq.caches import placement, saved_file
-from hfkvq.caches.layers import HybridLayer, KVLayer, RecurrentLayer
+from hfkvq.caches import saved_file
+from hfkvq.caches.layers import HybridLayer, KVLayer, RecurrentLayer, buffer
 from hfkvq.tuning.fit import cache_bytes
 from tests.caches.driver import small
 from tests.caches.graph_recorder import PythonGraph, captured, taped  # noqa: F401
@@ -116,9 +116,9 @@ def test_presets_give_what_dequantized_pages_give(family, scheme):
 )
 def test_replayed_operations_give_what_steps_in_python_give(family, length, count, taped, monkeypatch):  # noqa: F811
     """Bit for bit over one buffer; through several, where attention is shared out otherwise, but for rounding."""
-    monkeypatch.setattr(placement, "LEAST_HEADROOM", count // 4)
+    monkeypatch.setattr(buffer, "LEAST_HEADROOM", count // 4)
     model, ids, tokens = model_of(family), prompt(2, 20) % 100, prompt(2, count, 3) % 100
-    options = {"max_cache_len": length, "headroom": 0}
+    options = {"max_cache_len": length, "headroom": 0.01}
     scheme = small("saw-int4") if length else FULL
     caches = [MixedKVCache(model, scheme, graphs=on, **options) for on in (True, False)]
     found, expected = (steps(model, cache, ids, tokens) for cache in caches)

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig
 
 from hfkvq import KittyCache, MixedKVCache, TriAxialCache
-from hfkvq.caches import placement
+from hfkvq.caches.layers import buffer
 from hfkvq.caches.layers.memory import held_bytes
 from hfkvq.caches.store import host
 from hfkvq.caches.store.state import as_bytes
@@ -54,9 +54,9 @@ def assert_alike(plain, offloaded, rows):
 @pytest.mark.parametrize(("name", "length"), [*((name, None) for name in SCHEMES), ("kitty-pro", 120), ("mixkvq", 120)])
 def test_tokens_and_bytes_are_the_same(name, length, monkeypatch, captured):  # noqa: F811
     """Captured steps that outgrow their buffers, with padding; then another turn, in chunks."""
-    monkeypatch.setattr(placement, "LEAST_HEADROOM", 16)
+    monkeypatch.setattr(buffer, "LEAST_HEADROOM", 16)
     model, (ids, mask) = build("llama"), padded(2, 30)
-    caches, found = both(model, name, max_cache_len=length, headroom=0), []
+    caches, found = both(model, name, max_cache_len=length, headroom=0.01), []
     for cache in caches:
         PythonGraph.made = 0
         found.append(_generate(model, cache, ids, attention_mask=mask, max_new_tokens=40))

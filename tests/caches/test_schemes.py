@@ -661,26 +661,6 @@ def test_layout_checks_what_the_store_relies_on():
 # What `hfkvq schemes` says of them.
 
 
-@pytest.mark.parametrize(
-    ("scheme", "reason"),
-    [
-        *((get_scheme(name), None) for name in ("full", "kitty", "kivi-2", "saw-int4", "triaxial", "arkv")),
-        (get_scheme("kitty", score="qk_abs"), "queries weigh"),
-        (get_scheme("kitty", token_norm=True), "pages have factors"),
-        (get_scheme("kvarn"), "pages have factors"),
-        (get_scheme("kitty", exact_keys=1), "queries choose exact keys"),
-        (get_scheme("kitty", clip_values=0.9), "clipped"),
-        (get_scheme("mixkvq"), "says which channels are raised"),
-        (get_scheme("mixkvq", salience="error_only", most_bf16=0.0, most_int4=0.0), None),
-    ],
-    ids=str,
-)
-def test_why_steps_seal_in_several_launches(scheme, reason):
-    found = scheme.limits(128, 128).fused
-    assert found is None if reason is None else reason in found
-    assert describe("", scheme)["several_launches"] == found
-
-
 def test_choices_that_steps_lose_by():
     assert costly_choices(get_scheme("kivi-2")) == {}
     assert list(costly_choices(get_scheme("kitty"))) == ["clip_values as low as 0.5"]

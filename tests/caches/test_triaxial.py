@@ -71,7 +71,7 @@ def test_layout_is_section_321():
     assert [fmt.spec for fmt in layout.keys.formats] == ["2c32p32", "4t32p32"]
     assert [fmt.spec for fmt in layout.values.formats] == ["2t32p32", "4t32p32"]
     assert (layout.sink, layout.keys.local, layout.keys.unit) == (16, 0, 16)
-    assert get_scheme("triaxial").limits(128, 128) == (None, None, None)
+    assert get_scheme("triaxial").limits(128, 128) == (None, None)
     # Bytes of a token and head of 128 channels: a scale and a minimum of 16 bits for 32 elements, twice.
     sizes = []
     for keys, values in layout.store.runs:
@@ -203,9 +203,9 @@ def test_generated_tokens_get_int4(model):
 def test_steps_seal_a_unit_at_a_time(model, monkeypatch):
     """Between units a step seals nothing. Widths are looked at, and the device asked, for tokens of a prompt only."""
     widths, tails = [], []
-    by_width, seal_tail = sealing.seal_by_width, kernels.seal_tail
+    by_width, due = sealing.seal_by_width, kernels.due
     monkeypatch.setattr(sealing, "seal_by_width", lambda *args: (widths.append(1), by_width(*args))[1])
-    monkeypatch.setattr(kernels, "seal_tail", lambda *args: (tails.append(1), seal_tail(*args))[1])
+    monkeypatch.setattr(kernels, "due", lambda *args: (tails.append(1), due(*args))[1])
     cache = make(model)
     ids, layers = prompt(1, 60), len(cache.layers)
     forward(model, cache, ids[:, :36])

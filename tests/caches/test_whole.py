@@ -8,8 +8,9 @@ import itertools
 import pytest
 import torch
 
-from hfkvq import MixedKVCache, kernels
+from hfkvq import MixedKVCache
 from hfkvq.kernels import hadamard, use_interpreter
+from hfkvq.kernels.step import ops
 from tests.caches.driver import DIM, HEADS, forward, make, small, tensors_of
 from tests.caches.models import build, prompt
 from tests.caches.test_faults import bits, filled, same
@@ -160,12 +161,11 @@ def test_a_step_that_fails_behind_a_launch(model, monkeypatch):
     cache = filled(model, "kitty-pro", None)
     seen = cache.get_seq_length()
 
-    def fails(query, keys, values, held, *_):
-        kernels.append(keys, values, held.counters, held.windows, held.store)
+    def fails(*_):
         raise torch.OutOfMemoryError("none left")
 
     with torch.no_grad():
-        monkeypatch.setattr(kernels, "append_attend", fails)
+        monkeypatch.setattr(ops, "store_attention", fails)
         with pytest.raises(torch.OutOfMemoryError):
             model(prompt(3, 1), past_key_values=cache)
         monkeypatch.undo()
@@ -282,7 +282,7 @@ def _forget_a_state(cache):
 
 BREAKS = {
     "counters": (lambda cache: cache.layers[1].store.counters[1].add_(1), "rows end at columns"),
-    "sealed": (lambda cache: cache.layers[1].store.counters[2].sub_(16), "stand nowhere, or twice|tail"),
+    "sealed": (lambda cache: cache.layers[1].store.counters[2].sub_(16), "stand nowhere, or twice|tail|host takes"),
     "host": (_forget_a_state, "the host takes them"),
     "table": (lambda cache: cache.layers[1].store.runs[0].table.fill_(999), "table names pages"),
     "shared": (_share_open_page, "share a page that is not full"),

@@ -51,7 +51,6 @@ from hfkvq.kernels.step import (
     seal_due,
     views_of_buffer,
 )
-from hfkvq.kernels.step_tensors import Observing
 from hfkvq.measure.bench.cases import default_formats, scheme_of
 from hfkvq.measure.bench.tune import GRID
 from tests.kernels.stores import launch_parameters
@@ -276,12 +275,6 @@ class Tokens(Pages):
         return replace(layout, keys=replace(layout.keys, unit=1), values=replace(layout.values, unit=1))
 
 
-class WideTokens(Tokens):
-    """The same, all of them in the last run."""
-
-    token_bits = Scheme.token_bits
-
-
 def tensor(rows: int, heads: int, tokens: int, dim: int, dtype: torch.dtype) -> Tensor:
     """(B, H, T, D) as attention hands it over: (B, T, H, D) in memory."""
     return torch.zeros(rows, tokens, heads, dim, dtype=dtype).transpose(1, 2)
@@ -318,28 +311,6 @@ def attend(
     query = tensor(store.batch, heads, queries, dim, store.dtype)
     logits = torch.zeros(heads, dtype=store.dtype) if sinks else None
     store.attend(query, AttentionArguments(0.1, made[mask], softcap, logits))
-
-
-def steps_in_calls(store: KVStore, observes: bool = False) -> None:
-    """Eager steps, of which all but those that add pages are taken in a call."""
-    query, new = (tensor(store.batch, heads * store.heads, 1, 128, store.dtype) for heads in (4, 1))
-    sums = torch.zeros(store.batch, store.heads, 128, dtype=torch.float64)
-    counts = torch.zeros(store.heads, store.batch, dtype=torch.int32)
-    observing = Observing(sums, counts) if observes else None
-    for _ in range(3):
-        if store.step(query, new, new, AttentionArguments(0.1), seals=True, observing=observing) is None:
-            raise RuntimeError("It was not taken in a call.")
-        store.commit()
-
-
-def steps_of_the_widest(store: KVStore) -> None:
-    """Eager steps whose tokens are sealed into the last of several runs."""
-    store.commit()
-    query, new = (tensor(store.batch, heads * store.heads, 1, 128, store.dtype) for heads in (4, 1))
-    for _ in range(2):
-        if store.step(query, new, new, AttentionArguments(0.1), seals=True) is None or not store.is_due():
-            raise RuntimeError("It was not taken in a call, or nothing is due.")
-        store.commit()
 
 
 def gather(store: KVStore) -> None:
@@ -535,17 +506,6 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]], quick
             query = tensor(store.batch, 4 * store.heads, 1, dim, dtype)
             asked = (None, None, 0.1, 0.0, store.format, True)
             kernels.decode_attention(query, store.counters, store.windows, store.flat_runs(), *asked)
-    for name in ("saw-int4", "kitty-pro", "kivi-2", "int4", "full"):
-        with case(f"{name}, eager steps in calls"):
-            steps_in_calls(fill(scheme_of(name, 128)), name == "kitty-pro")
-    with case("fitted scales, eager steps in calls"):
-        steps_in_calls(fill(Tokens(store="s0;k128;v0;4t128p128f2/2t32p128f4")))
-    # Units of a page: here a few tokens of fp8 at a time.
-    with case("fp8, eager steps in calls"):
-        steps_in_calls(fill(Tokens(store="s4;k0;v0;8t128p128/8t128p128")))
-    for spec in ("s4;k0;v0;8t128p128/8t128p128|16t1p128/16t1p128", "s0;k0;v0;4t128p32/4t128p32|8t128p32/8t128p32"):
-        with case(f"{spec}, tokens of the widest run"):
-            steps_of_the_widest(fill(WideTokens(store=spec)))
     for queries, sinks in ((32, None), (1, torch.zeros(2, 4))):
         with case(f"moments over {queries} queries, {'no ' if sinks is None else ''}sinks"):
             real = torch.ones(2, queries, dtype=torch.bool)

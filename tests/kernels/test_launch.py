@@ -47,7 +47,6 @@ class Kernel:
     def __init__(self, names: str, interpreted: bool = False) -> None:
         self.arg_names, self.interpreted = names.split(), interpreted
         self.through: list[tuple[Any, ...]] = []
-        self.warm: list[tuple[Any, ...]] = []
         self.past: list[tuple[Any, ...]] = []
         self.streams: list[str] = []
 
@@ -57,10 +56,6 @@ class Kernel:
             return None if self.interpreted else Compiled(self, len(self.through) - 1)
 
         return launch
-
-    def warmup(self, *args, grid, **constants):
-        self.warm.append((grid, args, constants))
-        return None if self.interpreted else Compiled(self, -len(self.warm))
 
 
 class Compiled:
@@ -174,39 +169,6 @@ def test_nests_are_made_of_tensors_and_of_addresses(streams):
     assert kernel.past == [(0, (1, 1, 1), ((c, a), None, b, 7, 2))]
 
 
-def test_what_is_prepared_is_compiled_and_not_launched(streams):
-    kernel = Kernel("a b n SIZE WIDE")
-    launch = Launch(
-        kernel, (3, 2), {"n": 7}, {"WIDE": True, "num_warps": 4, "SIZE": 16}, CPU, lambda given: given[::-1]
-    )
-    assert launch.ready([0, 16]) is None
-    own, odd = (floats(0), floats(4)), (floats(0), floats(5))
-    for given in (own, own, odd, (floats(8), floats(12))):
-        launch.prepare(given)
-    assert not kernel.through
-    assert not kernel.past
-    for given, (grid, args, constants) in zip((own, odd), kernel.warm, strict=True):
-        assert grid == (3, 2, 1)
-        assert (args[0] is given[1], args[1] is given[0], args[2:]) == (True, True, (7,))
-        assert constants == {"WIDE": True, "num_warps": 4, "SIZE": 16}
-    for variant, given in ((-1, own), (-2, odd)):
-        launch(*given)
-        assert kernel.past.pop() == (variant, (3, 2, 1), (given[1].data_ptr(), given[0].data_ptr(), 7, 16, True))
-    assert launch.ready([0, 16]).variant == -1
-    assert launch.ready([0, 4]).variant == -2
-    assert launch.ready([4, 0]) is None
-    assert not kernel.through
-
-
-def test_the_interpreter_has_nothing_to_prepare():
-    kernel = Kernel("a n SIZE", interpreted=True)
-    launch = Launch(kernel, (2,), {"n": 3}, {"SIZE": 4}, CPU)
-    launch.prepare([floats(0)])
-    assert launch.ready([0]) is None
-    launch(floats(0))
-    assert len(kernel.through) == 1
-
-
 def test_the_interpreter_is_asked_every_time():
     kernel = Kernel("a n SIZE", interpreted=True)
     launch = Launch(kernel, (2,), {"n": 3}, {"SIZE": 4}, CPU)
@@ -232,8 +194,8 @@ class Sized(Kernel):
     def _init_handles(self):
         """Nothing has to be loaded."""
 
-    def warmup(self, *args, grid, **constants):
-        return self
+    def __getitem__(self, grid):
+        return lambda *args, **constants: self
 
     def run(self, *args):
         self.told.append(args[5])
@@ -259,8 +221,8 @@ def test_programs_beyond_those_planned_are_kept_out(monkeypatch, streams, gpu, r
     monkeypatch.setattr(launch_module, "capability", lambda device: gpu)
     kernel = Sized(registers, shared)
     launch = Launch(kernel, (1,), {}, {}, CPU, most=most)
-    launch.prepare([floats(0)])
-    launch(floats(0))
+    for _ in range(2):
+        launch(floats(0))
     assert kernel.told == [(1, 1, told)]
     if told > shared and most > 2:
         limits = LIMITS[gpu]
@@ -940,13 +902,13 @@ KINDS = ((BF16, 0), (F16, 0), (BF16, 1), (F16, 1))
 @pytest.fixture
 def prepared(monkeypatch):
     """Launches that have gone through Triton."""
-    prepare, seen = Launch._prepare, []
+    note, seen = Launch._note, []
 
     def noting(self, *args):
         seen.append(self)
-        prepare(self, *args)
+        note(self, *args)
 
-    monkeypatch.setattr(Launch, "_prepare", noting)
+    monkeypatch.setattr(Launch, "_note", noting)
     return seen
 
 

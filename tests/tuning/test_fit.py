@@ -23,7 +23,9 @@ from transformers import Gemma3ForCausalLM as Gemma3
 from evals.families import build as build_family
 from evals.shapes import get_config
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes
-from hfkvq.caches import get_preset, placement
+from hfkvq.caches import get_preset
+from hfkvq.caches.layers import buffer
+from hfkvq.caches.layers.memory import held_bytes
 from hfkvq.caches.store import KVStore
 from hfkvq.caches.token_record import TokenRecord
 from hfkvq.kernels.arguments import AttentionArguments
@@ -138,10 +140,13 @@ def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
     for size in [min(step, prompt - at) for at in range(0, prompt, step)] + [1] * generated:
         x = torch.zeros(2, 2, size, 64)
         layer.update(x, x)
-        layer.begin(None, size)
-        layer.finish(x.repeat(1, 2, 1, 1), AttentionArguments(1.0))
+        query = x.repeat(1, 2, 1, 1)
+        if layer.step(query, AttentionArguments(1.0)) is None:
+            layer.begin(None, size)
+            layer.finish(query, AttentionArguments(1.0))
         if layer.seen >= prompt:
-            total = sum(each.nbytes for each in (*layer.store.tensors(), *layer.tensors()))
+            own = [] if layer.buffer is None else layer.buffer.memory()
+            total = held_bytes([*layer.store.tensors(), *layer.tensors(), *own])
             most = max(most, total) if evicts else total
     if "tags" in kind.needs:
         record = TokenRecord(None)
@@ -161,10 +166,10 @@ def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
 )
 def test_buffers_of_captured_steps(captured, tiny, reader, name, prompt, chunk, monkeypatch):  # noqa: F811
     """The buffer of the first step is outgrown, and another one made: soon, where there is little room ahead."""
-    monkeypatch.setattr(placement, "LEAST_HEADROOM", 32)
-    total = held(tiny, made(tiny, name, reader, headroom=0), prompt, 45, chunk)
+    monkeypatch.setattr(buffer, "LEAST_HEADROOM", 32)
+    total = held(tiny, made(tiny, name, reader, headroom=0.01), prompt, 45, chunk)
     assert captured.made > 1
-    assert total == cache_bytes(TINY, name, prompt + 45, 2, generated=45, chunk=chunk, headroom=0)
+    assert total == cache_bytes(TINY, name, prompt + 45, 2, generated=45, chunk=chunk, headroom=0.01)
 
 
 def test_headroom(captured, tiny):  # noqa: F811
@@ -176,7 +181,7 @@ def test_headroom_has_a_most(captured, tiny, monkeypatch):  # noqa: F811
     """However long the context is: by a quarter of 128k tokens a cache would be a quarter larger for hours."""
     # Bytes of a layer are kept by what they follow from, so another share is asked for here.
     free = cache_bytes(TINY, "saw-int4", 302, 2, generated=2, headroom=3.9)
-    monkeypatch.setattr(placement, "MOST_HEADROOM", 256)
+    monkeypatch.setattr(buffer, "MOST_HEADROOM", 256)
     total = held(tiny, MixedKVCache(tiny, "saw-int4", headroom=4), 300, 2)
     assert total == cache_bytes(TINY, "saw-int4", 302, 2, generated=2, headroom=4) < free
     assert total == cache_bytes(TINY, "saw-int4", 302, 2, generated=2, headroom=0.86)
@@ -235,7 +240,7 @@ def test_long_prompts_under_a_budget_are_those_of_their_last_pieces(name, chunk,
     layer_bytes.cache_clear()
     layer._prompts.cache_clear()
     assert found[0] == found[1]
-    kind = layer._Kind(scheme, 64, 64, 2, False, 0.0, (0, 4), 0)
+    kind = layer._Kind(scheme, 64, 64, 2, False, False, 0.0, (0, 4), 0)
     monkeypatch.setattr(layer._Kind, "shortened", counted)
     assert kind.shortened(Arrival(1500, 40, chunk)) < 900
 

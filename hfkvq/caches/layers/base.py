@@ -186,6 +186,10 @@ class LayerBase:
         """Stages new tokens; see `KVLayer.update`."""
         raise NotImplementedError
 
+    def step(self, query: Tensor, arguments: AttentionArguments) -> Tensor | None:
+        """The whole step of the staged tokens, or None; see `KVLayer.step`."""
+        return None
+
     def begin(self, mask: Tensor | None, queries: int) -> bool:
         """Prepares one attention call; see `KVLayer.begin`."""
         raise NotImplementedError

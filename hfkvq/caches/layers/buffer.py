@@ -1,14 +1,15 @@
-"""The buffer of a layer whose steps are recorded: one tensor at one address, in which everything that it holds lies.
+"""The buffer of a layer's steps: one tensor at one address, in which everything that the layer holds lies.
 
-With a fixed capacity the buffer is made at the first update. A layer that grows has none until a step is recorded (see
-`hfkvq.caches.graphs`), and another one whenever its tokens need more room. Prompts, and whatever else is no ordinary
-step, go the way of every layer, over the same tensors.
+With a fixed capacity the buffer is made at the first update. A layer that grows has none until its first step, and
+another one whenever its tokens need more room. Prompts, and whatever else is no ordinary step, go the way of every
+layer, over the same tensors.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hfkvq.kernels.step import Allocation, StepPlan, StepState, buffer_bytes, se
 
 from ..capture import RECORDERS
 from ..lasting import lasting
+from ..once import say_once
 from ..store import SIDES
 from ..store.host import empty
 from .base import LayerBase, Part
@@ -28,6 +30,32 @@ from .queries import QueryStatistics
 
 OWNERS: weakref.WeakValueDictionary[int, StepBuffer] = weakref.WeakValueDictionary()
 """Buffers by their address, for prompts of compiled models."""
+
+
+LEAST_HEADROOM = 128
+"""Fewest tokens by which a captured buffer is ahead of need, so that no short context is captured at every page."""
+
+MOST_HEADROOM = 4096
+"""Most tokens by which a buffer is ahead: so many steps take half a minute, and capturing a fraction of a second."""
+
+
+def room_ahead(buffers: Sequence[StepBuffer], need: int, headroom: float, captured: bool) -> int:
+    """Logical columns that buffers of a cache that grows are made for when so many need a place.
+
+    Buffers are ahead by a share of what is held: of a long prompt that was evicted to a small budget, that is little.
+
+    Args:
+        buffers: of the layers.
+        need: columns.
+        headroom: the share; 0 for one page.
+        captured: whether steps over the buffers are captured.
+    """
+    stores = [(buffer, buffer.layer.store) for buffer in buffers if buffer.layer.store is not None]
+    held = [store.longest for buffer, store in stores if buffer.evicts_prompts_alone]
+    page = max(formats[0].page_size for _, store in stores for formats in store.format.runs)
+    least = LEAST_HEADROOM if captured and headroom else page
+    share = int(max(held, default=need) * headroom)
+    return need + max(least, min(share, MOST_HEADROOM))
 
 
 class StepBuffer(Part):
@@ -83,8 +111,8 @@ class StepBuffer(Part):
         """Takes the buffer that an empty layer still has, if it is of the shape that is wanted now."""
         layer = self.layer
         store = layer.held()
-        for side in SIDES if layer.device.type in RECORDERS and self.eviction is None else ():
-            # As long as in a buffer, while nothing is there that would have to move.
+        for side in SIDES if self.replays and self.eviction is None else ():
+            # Tails are made as long as in a buffer while nothing is there that would have to move.
             store.grow_tail(side, store.tail_limit[side], True)
         if (
             layer.capacity is None
@@ -165,6 +193,32 @@ class StepBuffer(Part):
             state.counts.copy_(
                 queries.counts.view_as(state.counts) if self._fold == 1 else queries.counts.T.reshape(1, -1)
             )
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps over the buffer are captured and replayed."""
+        return self.sync.captured and self.layer.device.type in RECORDERS
+
+    def room_for(self, need: int) -> int:
+        """See `room_ahead`; the same for all layers of a step where steps are captured."""
+        sync = self.sync
+        if not self.replays:
+            return room_ahead([self], need, sync.headroom, False)
+        if need != sync.room[0]:
+            sync.room = need, room_ahead([each.buffer for each in sync.members], need, sync.headroom, True)
+        return sync.room[1]
+
+    def find_room(self, need: int) -> bool:
+        """Whether there is room for so many logical columns; the buffer of a layer that grows is made, if need be."""
+        if self.tensor is not None and need <= self.room:
+            return True
+        if self.layer.capacity is not None:
+            return False
+        try:
+            self.make_room(self.room_for(need))
+        except torch.OutOfMemoryError:
+            say_once("There is not enough memory for the buffers of steps; they go one operation after the other.")
+        return self.tensor is not None
 
     def make_room(self, room: int) -> None:
         """Moves into a buffer for so many logical columns, which may be the first one."""

@@ -160,7 +160,7 @@ def build_layers(
             say_once(f"{name}: {why}; those of latent-4, latent-8, full and saw-int4 can.")
     can = why is None and bool(held)
     captured = can and capture and all(i in held or _stays_in_place(layer) for i, layer in enumerate(stock))
-    recordable = captured or (can and max_cache_len is not None)
+    recordable = can
     layers: list[Any] = list(stock)
     if max_cache_len is not None and recordable:
         layers = list(StaticCache(config=text, max_cache_len=max_cache_len).layers)

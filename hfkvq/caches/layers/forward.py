@@ -1,7 +1,7 @@
 """The one way of an attention call through a layer: the newest tokens join it, queries attend, what is due is sealed.
 
-Attention functions, handles and prompts of compiled models come by here; a step that one call of the kernels can do
-whole need not, see `hfkvq.caches.layers.step`.
+Attention functions, handles and prompts of compiled models come by here. A step is done at once over the layer's
+buffer, where it can be; else the layer begins, attends and finishes.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ def attend(
     """
     if arguments.softcap or arguments.sinks is not None:
         layer.keep_logits()
+    out = layer.step(query, arguments)
+    if out is not None:
+        return refuse_gradient(layer, out if after is None else after(out))
     tokens, pages = layer.staged_length, layer.begin(padding_mask, query.shape[2])
     if layer.scheme.quantizes_first and tokens > MAX_STEP and not pages and not layer.window:
         layer.finish(query, arguments)

@@ -65,12 +65,16 @@ class DeviceSync(Group[Any]):
         buffers: of all layers, with the graphs that were captured over them: a `BufferSet`; None without, and once a
             layer has another buffer.
         captured: whether steps are captured.
+        headroom: share of what is needed by which buffers of a cache that grows are ahead.
+        room: columns that the newest buffers of captured steps were needed for, and that they have.
     """
 
     def __init__(self, members: Sequence[Any]) -> None:
         super().__init__(members)
         self.buffers: Any = None
         self.captured = False
+        self.headroom = 0.25
+        self.room: tuple[int, int] = (0, 0)
         self.forget()
         for i, member in enumerate(members):
             member.sync, member.leads = self, i == 0

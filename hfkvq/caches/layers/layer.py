@@ -163,7 +163,7 @@ class KVLayer(PagedLayer, CacheLayerMixin):
         if steps is not None:
             if steps.need_no_mask() or is_captured():
                 return steps.seen_on_device()
-            if is_recorded() and steps.buffer.tensor is not None:
+            if steps.is_recorded:
                 return steps.seen_on_device()[0]
             steps.sync.catch_up()
         return self.seen
@@ -172,8 +172,7 @@ class KVLayer(PagedLayer, CacheLayerMixin):
         """Logical length and offset for the mask of the coming forward; the capacity's where steps must look alike."""
         steps = self.steps
         if steps is not None:
-            recorded = steps.buffer.tensor is not None and is_recorded()
-            if recorded or (query_length == 1 and steps.need_no_mask()):
+            if steps.is_recorded or (query_length == 1 and steps.need_no_mask()):
                 return steps.buffer.room, 0
             steps.sync.catch_up()
         return self.sizes(query_length)

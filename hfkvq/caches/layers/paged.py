@@ -54,9 +54,6 @@ class PagedLayer(LayerBase):
         steps: brings host and device together after such steps; None like the buffer.
     """
 
-    fuses_steps = True
-    """Whether a step may be one call of the kernels, in place of `begin`, `attend` and `finish`."""
-
     def __init__(
         self,
         scheme: Scheme,
@@ -76,6 +73,14 @@ class PagedLayer(LayerBase):
         self.steps = None if self.buffer is None else DeviceSteps(self, self.buffer, self.eviction)
 
     # What attention functions call; see `hfkvq.caches.layers.forward`.
+
+    def step(self, query: Tensor, arguments: AttentionArguments) -> Tensor | None:
+        """Begins, attends and finishes at once, over the buffer: (B, Hq, Q, D) to (B, Hq, Q, Dv).
+
+        None where the staged tokens have to go one operation after the other: nothing is done then.
+        """
+        steps = self.steps
+        return steps.run(query, arguments) if steps is not None and steps.takes(query.shape[2], arguments) else None
 
     def begin(self, mask: Tensor | None, queries: int) -> bool:
         """Prepares one attention call.

@@ -19,20 +19,22 @@ def make_plan(
     """The plan of a buffer that what a layer holds can lie in; None while the store holds more than that.
 
     Args:
-        layer: with a store, of which tails are made as long as they may become.
+        layer: with a store, of which tails are made as long as they may become in such a buffer.
         room: logical columns.
         before: of the buffer that there is.
         eviction: of a layer that evicts.
         queries_per_head: query heads of a KV head.
     """
     store, hold = layer.held(), layer.hold
+    # Staged tokens have been seen, and are to join the store.
+    new = room - layer.seen + layer.staged_length
     most = None if eviction is None else eviction.most_held(room)
     if most is not None:
-        blocks = _budget_blocks(store, layer, room, before, most)
+        blocks = _budget_blocks(store, layer, room, new, before, most)
     elif eviction is not None or (len(store.runs) > 1 and (layer.capacity is None or splits_room(layer))):
         # Of prompts alone: what is stored, and the columns that are left for what is generated, which may all go to
         # the last run.
-        blocks = _blocks_ahead(store, room - layer.seen, room, before, layer.capacity is not None)
+        blocks = _blocks_ahead(store, new, room, before, layer.capacity is not None)
     else:
         rest = max(room - store.layout.sink, 0)
         blocks = tuple(
@@ -44,8 +46,9 @@ def make_plan(
     if hold:
         store.reserve_tail(hold)
     for side in SIDES:
-        # While nothing is there, nothing has to move.
-        store.grow_tail(side, store.tail_limit[side], store.longest == 0)
+        # Tails need no more slots than the buffer has columns. While nothing is there, nothing has to move.
+        slots = min(store.tail_limit[side], max(room - store.layout.sink, MAX_STEP))
+        store.grow_tail(side, slots, store.longest == 0)
     keys, values = store.layout.keys, store.layout.values
     rule, query = sealing_rules(layer.scheme, store.layout, store.dims["keys"])
     fold = store.fold if isinstance(store, HeadwiseStore) else 1
@@ -89,7 +92,7 @@ def splits_room(layer: LayerBase) -> bool:
 
 
 def _budget_blocks(
-    store: KVStore, layer: LayerBase, room: int, before: StepPlan | None, budget: tuple[int, ...]
+    store: KVStore, layer: LayerBase, room: int, new: int, before: StepPlan | None, budget: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     # A trim is due as soon as a row holds more; steps of up to so many tokens may pass before.
     slack = 2 * MAX_STEP
@@ -97,7 +100,7 @@ def _budget_blocks(
     most = [-(-min(tokens + slack, room) // page) for tokens in budget]
     if layer.capacity is None:
         # A budget that is not used up is not paid for.
-        return _blocks_ahead(store, room - layer.seen, most[-1] * page, before)
+        return _blocks_ahead(store, new, most[-1] * page, before)
     have = [view.table.shape[1] for view in store.runs]
     return None if any(a > b for a, b in zip(have, most, strict=True)) else tuple(most)
 

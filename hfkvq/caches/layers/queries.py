@@ -12,7 +12,6 @@ from torch import Tensor
 from hfkvq.kernels import query_sums
 from hfkvq.kernels.decode import LENGTH, sealed_count
 from hfkvq.kernels.step import MAX_STEP, observe
-from hfkvq.kernels.step_tensors import Observing
 
 from ..lasting import lasting
 from ..store import KVStore, Padding
@@ -45,10 +44,6 @@ class QueryStatistics:
     def forget(self) -> None:
         """Forgets all queries."""
         self.sums = self.counts = self.newest = None
-
-    def observing(self) -> Observing | None:
-        """Where a step adds its queries itself; None before the first query."""
-        return None if self.sums is None or self.counts is None else Observing(self.sums, self.counts, self.signed)
 
     def observe(self, query: Tensor, tokens: int, heads: int, padding: Padding | None, waiting: int) -> None:
         """Adds queries.

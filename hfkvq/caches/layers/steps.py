@@ -1,4 +1,4 @@
-"""Steps of a layer that the host does not see: recorded once, and then run without Python."""
+"""Steps over a buffer: recorded ones, which the host does not see, and the same operations launched from Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.step import MAX_STEP, run_step, seen
 
-from ..recorded import is_recorded
+from ..recorded import is_captured, is_recorded
 from ..row_states import row_states
 from .base import LayerBase, Part
 from .buffer import StepBuffer
@@ -65,9 +65,9 @@ class DeviceSteps(Part):
         return self.buffer.state is not None
 
     @property
-    def run_eagerly(self) -> bool:
-        """Whether an eager step goes as that of any layer: before there is a buffer."""
-        return self.buffer.tensor is None
+    def is_recorded(self) -> bool:
+        """Whether the running forward is a recorded step; one of a compiled model needs a fixed capacity."""
+        return self.is_bound and (is_captured() or (self.layer.capacity is not None and is_recorded()))
 
     # Steps that the host does not see.
 
@@ -132,7 +132,8 @@ class DeviceSteps(Part):
         """Makes ready for so many tokens in Python."""
         layer, buffer, sync = self.layer, self.buffer, self.buffer.sync
         sync.catch_up()
-        if layer.capacity is None and buffer.tensor is not None and layer.seen + tokens > buffer.room:
+        if layer.capacity is None and tokens > MAX_STEP and layer.seen + tokens > buffer.room:
+            # A prompt grows the pages; the step behind it makes another buffer.
             buffer.leave()
 
     # Work of the host between steps: trims.
@@ -167,7 +168,7 @@ class DeviceSteps(Part):
 
     def length(self, seen: int) -> Any:
         """Tokens seen, ``seen`` of which the layer knows; on the device where the host does not know all."""
-        if self.buffer.tensor is not None and (is_recorded() or self.sync.stale):
+        if self.is_recorded or (self.is_bound and self.sync.stale):
             return self.seen_on_device()
         return seen + self.sync.ahead
 
@@ -189,22 +190,25 @@ class DeviceSteps(Part):
 
     # A step in Python over the buffer.
 
-    def take_step(self, queries: int, arguments: AttentionArguments) -> bool:
-        """Whether the staged tokens can go through `run`."""
-        layer = self.layer
-        # A trim may be due, and the host is here.
-        if layer.staged is None or not self.is_bound or self.trims:
+    def takes(self, queries: int, arguments: AttentionArguments) -> bool:
+        """Whether the staged tokens can go through `run`; a layer that grows makes room for them in its buffer.
+
+        Else they go one operation after the other: tokens of rows that hold nothing yet, which may be padding, several
+        tokens with a mask of their own, steps after which a trim is due, and any step while there is no memory for a
+        buffer.
+        """
+        layer, tokens = self.layer, self.layer.staged_length
+        if not 0 < tokens == queries <= self.most_tokens():
             return False
-        tokens = layer.staged[0].shape[2]
-        if tokens > self.most_tokens():
+        # First tokens of a row may be padding. Room is found whether or not a trim is due.
+        if not layer.held().forecast().shortest or not self.buffer.find_room(layer.seen):
             return False
-        started = all(state.length for state in layer.held().states)
-        # Several tokens of a step see none that come after them.
-        plain = tokens == 1 or (arguments.mask is None and arguments.causal)
-        return tokens == queries <= MAX_STEP and started and plain
+        if tokens > 1 and (arguments.mask is not None or not arguments.causal):
+            return False
+        return self.eviction is None or self.eviction.lets_step_pass()
 
     def run(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
-        """The staged tokens' whole step, as a compiled one would take it: (B, Hq, Q, Dv)."""
+        """The staged tokens' whole step, as a recorded one would take it: (B, Hq, Q, D) to (B, Hq, Q, Dv)."""
         layer, buffer = self.layer, self.buffer
         store, state, plan = layer.held(), buffer.state, buffer.plan
         assert layer.staged is not None
@@ -212,17 +216,16 @@ class DeviceSteps(Part):
         assert plan is not None
         keys, values = layer.staged
         query = layer.smoothed_query(query)
-        layer.staged, layer.new_columns, buffer.open = None, 0, True
-        then = store.forecast(keys.shape[2], layer.hold)
+        then, buffer.open = store.forecast(keys.shape[2], layer.hold), True
         try:
             out = run_step(query, keys, values, arguments.biased(), state, plan, any(then.due))
         except BaseException:
-            # The tokens may be stored or not; the device knows.
-            self.sync.stale = True
             if int(state.counters[LENGTH].max()) > store.longest:
-                # They are, and what was due with them may not be sealed.
+                # The tokens are stored, and what was due with them may not be sealed.
                 state.new.zero_()
-                layer.uncommitted = True
+                store.note_states(then.appended)
+                layer.staged, layer.new_columns, layer.uncommitted = None, 0, True
             raise
         store.note_states(then.sealed)
+        layer.staged, layer.new_columns = None, 0
         return out

@@ -4,9 +4,9 @@ There are three routes from a token to the bytes of a page:
 
 1. A prompt. `KVStore.extend` seals straight from the new tokens (`sealing.seal`), so that a prompt is never copied into
    a tail that would have to hold all of it. Of a prompt beyond a budget only the tokens that stay come here.
-2. A step. New tokens join the tail, and what has left the local window is sealed from there: in one kernel with
-   attention (`KVStore.step`), as a recorded graph replays it (`hfkvq.kernels.step.run_step`), or by `KVStore.push` and
-   `KVStore.commit`, which is the reference of both. Steps have kernels of their own because a step waits for launches.
+2. A step. New tokens join the tail, and what has left the local window is sealed from there: by
+   `hfkvq.kernels.step.run_step` over the layer's buffer, with a graph or without, or by `KVStore.push` and
+   `KVStore.commit` where a step cannot run over a buffer (see `hfkvq.caches.layers.steps.DeviceSteps.takes`).
 3. A requantization. Stored tokens change their run or are forgotten (`requantize.requantized`): tokens that stay keep
    their bits, others are quantized from what is stored of them. Tiers of a first prompt are assigned by one, for all
    layers together (`rows.joined`), since the host must not wait for the device within a prompt.

@@ -30,17 +30,15 @@ import torch
 from torch import Tensor
 
 from hfkvq import kernels
-from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.step import StepState
-from hfkvq.kernels.step_tensors import Observing, Sealing
 
 from ..lasting import lasting
-from ..routing import ColumnTags, HostCounters, SealSource, SealStart, read_counters
-from ..row_states import RowState, forecast, row_states
+from ..routing import ColumnTags, HostCounters, SealSource, SealStart
+from ..row_states import RowState
 from .cropping import cropped
-from .growth import grow_tail, in_buffer, pages_for, tail_limits
+from .growth import grow_tail, in_buffer, tail_limits
 from .packing import Packed, packed, unpacked
 from .rows import reordered, selected
 from .sealing import seal
@@ -116,56 +114,6 @@ class KVStore(StoreView):
         with self._counting() as old:
             self._advance(keys.shape[2], padding)
             fill_windows(self.state, keys, values, old[LENGTH], padding)
-
-    def step(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        arguments: AttentionArguments,
-        seals: bool = False,
-        observing: Observing | None = None,
-    ) -> tuple[Tensor, bool] | None:
-        """`push` without padding, then `attend`, and perhaps what comes then.
-
-        Args:
-            query: (B, Hq, t, D), t <= 16.
-            keys: (B, H, t, Dk), not rotated.
-            values: (B, H, t, Dv).
-            arguments: of the call, without sinks and bias; without a mask it is causal.
-            seals: whether what is due may be sealed as well, as by `commit` without arguments.
-            observing: where the queries are added; None for nowhere.
-
-        Returns:
-            (B, t, Hq, Dv), and whether anything is due now; None where it takes `push` and `attend` themselves, or the
-            tokens do not fit: nothing is done then.
-        """
-        tokens, held = keys.shape[2], self.state.held
-        then = forecast(self.state.states, self.sizes, tokens)
-        # With a mask, the first tokens of a row may be padding, which `push` must be told of.
-        slots, fewest = then.tail_slots, then.longest if arguments.mask is None else then.shortest
-        if not fewest or not self.has_room(tokens, slots):
-            return None
-        if slots[0] > held.tails[0] or slots[1] > held.tails[1]:
-            self.grow_tails(tokens)
-            held = self.state.held
-        due, sealing = then.due != (0, 0), None
-        if seals and due and self.seals_plainly:
-            # Attention splits its work by the number of pages, so that is not changed before it: `commit` adds pages.
-            room = held.blocks >= pages_for(self.format, -1, then.most_sealed)
-            if room and kernels.fused_step.seals_with_steps(self.format, then.due):
-                sealing = Sealing(self.sizes.local, self.sizes.unit, then.due)
-        scaling, softcap, mask = arguments.scaling, arguments.softcap, arguments.mask
-        try:
-            out = kernels.append_attend(query, keys, values, held, scaling, softcap, sealing, observing, mask)
-        except BaseException:
-            # Of its launches, some have run.
-            self.state = self.state.replace(states=row_states(read_counters(self.counters)), host_counters=None)
-            raise
-        if out is None:
-            return None
-        self.state = self.state.replace(states=then.appended if sealing is None else then.sealed)
-        return out, due and sealing is None
 
     @lasting
     def extend(

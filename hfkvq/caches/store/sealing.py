@@ -103,12 +103,10 @@ def seal_last(
     # Tokens are counted as sealed before their pages are written; if that fails, they must not stay counted.
     before = counters.clone()
     try:
-        if from_tail and (not store.format.ordered or (q_abs is None and store.seals_plainly)):
-            kernels.seal_tail(counters, windows, view, local, unit, most, store.format, store.scheme.channel_rule)
-            return
         # Slots of the tail, where it is tails that are sealed from.
         asked = most if from_tail else (0, 0)
-        found = kernels.due(counters, sink, (windows[2].shape[2], windows[3].shape[2]), local, unit, asked)
+        pos = view.pos if from_tail else None
+        found = kernels.due(counters, sink, (windows[2].shape[2], windows[3].shape[2]), local, unit, asked, pos)
         for at, (side, source) in enumerate(zip(SIDES, sources, strict=True)):
             if most[at]:
                 fmt, parts = store.format.runs[-1][at], (view.keys, view.values)[at]
@@ -124,7 +122,7 @@ def seal_last(
                 index = found.index[at] if from_tail else own.oldest(count, span, counters[LENGTH], sink)
                 pages = parts, view.table, count, new
                 write_pages(pages, fmt, side, source.tensor, index, store.layout, store.scheme, q_abs)
-        if view.pos is not None:
+        if view.pos is not None and not from_tail:
             view.pos[:, : most[0]] = torch.arange(sink, sink + most[0], device=store.device)
     except BaseException:
         counters.copy_(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from dataclasses import replace as replaced
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hfkvq.kernels.decode import RUNS
 from hfkvq.kernels.pages import PageFormat, RunView, Side, StoreFormat
-from hfkvq.kernels.step_tensors import StepTensors
 
 from ..lasting import lasting
 from ..routing import Counters, HostCounters
@@ -24,8 +23,6 @@ SIDES: tuple[Side, Side] = ("keys", "values")
 
 EMPTY = frozenset({RowState(0, 0, 0)})
 """The states of rows that hold nothing."""
-
-_TENSORS = frozenset({"counters", "windows", "runs"})
 
 
 def as_bytes(part: Tensor) -> Tensor:
@@ -88,7 +85,6 @@ class StoreState:
     settled: int = 0
     writes: tuple[PageWrite, ...] = ()
     offloaded: bool = False
-    _held: StepTensors | None = field(default=None, repr=False)
 
     @classmethod
     @lasting
@@ -142,8 +138,6 @@ class StoreState:
     def replace(self, widest: int | None = None, **changes: Any) -> StoreState:
         """The same but for some fields.
 
-        What steps remember of tensors is forgotten with them.
-
         Args:
             widest: tokens have come to other runs, and no row's last one holds more than so many now. The host's copy
                 of the counters is gone then, unless another is given.
@@ -159,8 +153,6 @@ class StoreState:
             longest = max(state.length for state in states)
             changes["wide_bound"] = widest + max(forecast(states, self.sizes).tail_slots), longest
             changes.setdefault("host_counters", None)
-        if not _TENSORS.isdisjoint(changes):
-            changes["_held"] = None
         # Not that of `dataclasses`, which takes several times as long: steps without graphs come by.
         new = object.__new__(StoreState)
         new.__dict__.update(self.__dict__)
@@ -196,14 +188,9 @@ class StoreState:
             runs=[run(view) for view in self.runs],
         )
 
-    @property
-    def held(self) -> StepTensors:
-        """Counters, windows and runs, with what steps remember of them."""
-        held = self._held
-        if held is None:
-            runs = [tensor for run in self.runs for tensor in run.flat()]
-            held = self.__dict__["_held"] = StepTensors(self.counters, self.windows, runs, self.format)
-        return held
+    def flat_runs(self) -> list[Tensor]:
+        """All runs' tensors in the order ops take them."""
+        return [tensor for run in self.runs for tensor in run.flat()]
 
     @property
     def batch(self) -> int:
@@ -248,11 +235,11 @@ class StoreState:
 
     def tensors(self) -> Sequence[Tensor]:
         """All of them."""
-        return [self.counters, self.dropped, *self.windows, *self.held.runs]
+        return [self.counters, self.dropped, *self.windows, *self.flat_runs()]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what is remembered of tensors' addresses, with fp8 as bytes: PyTorch cannot unpickle it."""
-        return self.map(as_bytes).__dict__ | {"_held": None}
+        """Everything, with fp8 as bytes: PyTorch cannot unpickle it."""
+        return self.map(as_bytes).__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of `__getstate__`."""

@@ -12,7 +12,6 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH
 from hfkvq.kernels.pages import RunView, Side
 from hfkvq.kernels.step import MAX_STEP
-from hfkvq.kernels.step_tensors import StepTensors
 
 from ..row_states import Forecast, RowState, WindowSizes, forecast
 from ..scheme import Layout, Scheme
@@ -51,7 +50,7 @@ class StoreView:
         layout.check(keys.shape[-1], values.shape[-1])
         self.layout, self.format, self.scheme = layout, layout.store, scheme
         self.sizes, self.capacity = WindowSizes.of(layout), capacity
-        self.seals_plainly, self.seals_widely = scheme.seals_plainly(layout), scheme.seals_widely(layout)
+        self.seals_widely = scheme.seals_widely(layout)
         self.state = StoreState.empty(layout, keys, values, MAX_STEP, "tags" in scheme.needs, offloaded)
         self.heads, self.dims, self.dtype = self.state.heads, self.state.dims, self.state.dtype
         # Tails grow up to this, so that short contexts do not pay for windows they cannot fill.
@@ -103,14 +102,9 @@ class StoreView:
         """What rows may be like, as the host knows them."""
         return self.state.states
 
-    @property
-    def held(self) -> StepTensors:
-        """Counters, windows and runs, with what steps remember of them."""
-        return self.state.held
-
     def flat_runs(self) -> list[Tensor]:
         """All runs' tensors in the order ops take them."""
-        return [*self.state.held.runs]
+        return self.state.flat_runs()
 
     def tensors(self) -> list[Tensor]:
         """Every tensor the store holds."""

@@ -1,8 +1,8 @@
 """A decode step without the host: append, attend and seal by counters on the device, over one buffer a layer.
 
 What a step does never depends on anything that the host knows, so a CUDA graph that has recorded one serves every
-length. `advance` works out what will be due; the kernels that seal are launched in every step and leave at once where
-nothing is. What they have sealed is counted when the next step begins: see `settle`.
+length. `advance` works out what will be due; sealing kernels are launched in every recorded step, and leave at once
+where nothing is. What they have sealed is counted when the next step begins: see `settle`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..arguments import AttentionArguments
 from ..decode import LENGTH, START, sealed_count
 from ..dispatch import call, define, reference, triton_slot
 from ..latent import store_attention
+from ..masks import fold_mask
 from ..pages import SIDES
 from ..seal import seal_side
 from ..windows import tokens_due_by_row
@@ -218,19 +219,14 @@ def run_step(
     due: bool = True,
 ) -> Tensor:
     """A whole step of one layer; see `step`. ``due`` is False where the host knows that nothing will be sealed."""
-    whole, fold, mask = q, plan.fold, arguments.mask
+    whole, fold = q, plan.fold
     if fold > 1:
+        arguments = arguments._replace(mask=fold_mask(arguments.mask, q.shape[0], fold))
         q, k, v = (x.reshape(x.shape[0] * fold, x.shape[1] // fold, *x.shape[2:]) for x in (q, k, v))
-        if mask is not None and (mask.shape[0] > 1 or mask.shape[1] > 1):
-            if mask.shape[1] > 1:
-                mask = mask.expand(whole.shape[0], -1, -1, -1)
-                mask = mask.reshape(mask.shape[0] * fold, mask.shape[1] // fold, *mask.shape[2:])
-            else:
-                mask = mask.repeat_interleave(fold, 0)
     runs = _fetched(state)
     advance(k, v, state, plan)
-    out = attend_and_seal(whole, q, k.shape[2], arguments._replace(mask=mask), state, plan, due, runs)
-    return out.reshape(*whole.shape[:3], out.shape[-1])
+    out = attend_and_seal(whole, q, k.shape[2], arguments, state, plan, due, runs)
+    return out if fold == 1 else out.reshape(*whole.shape[:3], out.shape[-1])
 
 
 def attend_and_seal(

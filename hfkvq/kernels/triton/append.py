@@ -64,17 +64,19 @@ def append_side(
         tl.store(p_tail, b_y, mask=(m_r & (o_token >= S))[:, None])
 
 
-@triton.jit
-def append_row(
-    keys, values, sink_k, sink_v, tail_k, tail_v, p_length, rows, i_b, s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl, s_vd,
-    factor_k, factor_v, H, T, S, WK, WV,
+@triton.jit(do_not_specialize=["T", "S", "WK", "WV", "length"])
+def append_kernel(
+    keys, values, sink_k, sink_v, tail_k, tail_v, counters, rows, length, s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl,
+    s_vd, factor_k, factor_v, H, T, S, WK, WV,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROTATE_K: tl.constexpr,
     ROTATE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOOPS_K: tl.constexpr, LOOPS_V: tl.constexpr,
 ):  # fmt: skip
-    """A row's new tokens and its counter at ``p_length``, which no other program reads; returns what that was.
+    """One row; its counter stands ``length`` elements into ``counters``, and no other program reads it.
 
     With ``rows`` the counter is of several layers, and counts the tokens already.
     """
+    i_b = tl.program_id(0).to(tl.int64)
+    p_length = counters + length + i_b
     i_length = tl.load(p_length)
     i_w = i_b
     if rows is not None:
@@ -95,23 +97,6 @@ def append_row(
         # Every warp has read the length by now.
         tl.debug_barrier()
         tl.store(p_length, i_length + T)
-    return i_length
-
-
-@triton.jit(do_not_specialize=["T", "S", "WK", "WV", "length"])
-def append_kernel(
-    keys, values, sink_k, sink_v, tail_k, tail_v, counters, rows, length, s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl,
-    s_vd, factor_k, factor_v, H, T, S, WK, WV,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROTATE_K: tl.constexpr,
-    ROTATE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOOPS_K: tl.constexpr, LOOPS_V: tl.constexpr,
-):  # fmt: skip
-    """One row; its counter stands ``length`` elements into ``counters``."""
-    i_b = tl.program_id(0).to(tl.int64)
-    append_row(
-        keys, values, sink_k, sink_v, tail_k, tail_v, counters + length + i_b, rows, i_b, s_kb, s_kh, s_kl, s_kd,
-        s_vb, s_vh, s_vl, s_vd, factor_k, factor_v, H, T, S, WK, WV,
-        DK, DV, BLOCK_K, BLOCK_V, ROTATE_K, ROTATE_V, BK, BV, LOOPS_K, LOOPS_V,
-    )  # fmt: skip
 
 
 def is_misrounded(x: Tensor, tail: Tensor, rotate: int) -> bool:
@@ -174,7 +159,7 @@ def new_tokens(keys: Tensor, values: Tensor, windows: Sequence[Tensor]) -> NewTo
 
 
 def append_numbers(new: NewTokens, constants: Mapping[str, Any]) -> dict[str, int | float]:
-    """Of what `append_row` takes, by name: strides, factors of rotations, heads, tokens, and lengths of windows."""
+    """Of what `append_kernel` takes, by name: strides, factors of rotations, heads, tokens, and lengths of windows."""
     _, heads, tokens, _ = new.keys
     found: dict[str, int | float] = {"H": heads, "T": tokens, "S": new.sink, "WK": new.key_tail, "WV": new.value_tail}
     for side, stride in (("k", new.key_stride), ("v", new.value_stride)):

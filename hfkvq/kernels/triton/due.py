@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode import RUNS
-from ..step_tensors import Sealing
+from ..windows import Sealing
 from ._lib import power
 from .launch import Launch
 from .windows import I_LENGTH, I_RUNS, store_slots, tokens_due, window_numbers, without_last

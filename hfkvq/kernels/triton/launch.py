@@ -88,39 +88,22 @@ class Launch:
         own = tuple(given) if self._nest is None else self._nest(given)
         return Wanted(self._kernel, (*own, *self._given), self.constants)
 
-    def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Compiles, for the current device, the variant for tensors like these, and launches nothing."""
-        addresses = [x.data_ptr() for x in tensors]
-        if self.ready(addresses) is None:
-            own = tuple(tensors) if self._nest is None else self._nest(tensors)
-            self._note(self._kernel.warmup(*own, *self._given, grid=self.grid, **self.constants), own, addresses)
-
     def _launch(self, tensors: Sequence[Tensor]) -> None:
         addresses = [x.data_ptr() for x in tensors]
-        ready = self.ready(addresses)
+        ready = self._ready.get(_alignment(addresses))
         if ready is None:
-            self._prepare(tensors, addresses)
-        else:
-            self.run(ready, addresses, driver.active.get_current_stream(self._index), is_watched())
-
-    def ready(self, addresses: Sequence[int]) -> Any | None:
-        """The variant for tensors at these addresses, or None if no launch has needed it yet."""
-        return self._ready.get(_alignment(addresses))
-
-    def run(self, ready: Any, addresses: Sequence[int], stream: int, watched: bool) -> None:
-        """Launches a variant on a stream of the current device; ``watched`` if hooks want to know (`is_watched`)."""
+            # The first launch goes through Triton, and notes the variant that it took.
+            own = tuple(tensors) if self._nest is None else self._nest(tensors)
+            self._note(self._kernel[self.grid](*own, *self._given, **self.constants), own, addresses)
+            return
         own = addresses if self._nest is None else self._nest(addresses)
-        if watched:
+        if is_watched():
             ready[self.grid](*own, *self._rest)
         else:
             # What that does, without telling hooks that are not there.
+            stream = driver.active.get_current_stream(self._index)
             packed = self._packed.get(ready, ready.packed_metadata)
             ready.run(*self.grid, stream, ready.function, packed, None, None, None, *own, *self._rest)
-
-    def _prepare(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
-        """The first launch, through Triton; notes the variant that it took."""
-        own = tuple(tensors) if self._nest is None else self._nest(tensors)
-        self._note(self._kernel[self.grid](*own, *self._given, **self.constants), own, addresses)
 
     def _note(self, compiled: Any | None, own: Sequence[Any], addresses: Sequence[int]) -> None:
         # The interpreter compiles nothing.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..decode import RUNS, START
 from ..dispatch import reference
-from ..step_tensors import Sealing
+from ..windows import Sealing
 from ._lib import capability, power
 from .append import NewTokens, append_constants, append_numbers, append_side, is_misrounded, new_rows, new_tokens
 from .launch import Launch

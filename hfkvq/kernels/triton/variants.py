@@ -10,7 +10,7 @@ from ..compile import Layer
 from ..norms import Balance
 from ..pages import SIDES, PageFormat
 from ..step import StepPlan
-from ..step_tensors import Sealing
+from ..windows import Sealing
 from .append import NewTokens, append_launch
 from .compile import GPUS, Compiled, Wanted, compile_all, leave_gpu_alone
 from .decode import decode_wanted

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .. import windows
 from ..decode import LENGTH, RUNS
-from ..step_tensors import Sealing
+from ..windows import Sealing
 from .tiles import INTERPRETED
 
 I_LENGTH, I_RUNS = tl.constexpr(LENGTH), tl.constexpr(RUNS)

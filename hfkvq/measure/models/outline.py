@@ -65,7 +65,7 @@ class Outline:
     states: int
     state_numbers: int
     dtype: torch.dtype
-    captured: dict[Any, bool] = field(default_factory=dict, repr=False, compare=False)
+    captured: dict[Any, tuple[bool, bool]] = field(default_factory=dict, repr=False, compare=False)
     _stock: dict[tuple[int, int, bool], int] = field(default_factory=dict, repr=False, compare=False)
 
     @property

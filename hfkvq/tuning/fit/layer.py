@@ -14,8 +14,9 @@ from torch import Tensor
 
 from hfkvq.caches.eviction import TieredEviction, TokenEviction
 from hfkvq.caches.layers import KVLayer, PaddingReader
+from hfkvq.caches.layers.buffer import room_ahead
+from hfkvq.caches.layers.plan import make_plan
 from hfkvq.caches.layers.queries import QueryStatistics
-from hfkvq.caches.placement import room_ahead
 from hfkvq.caches.scheme import UNTAGGED, Scheme
 from hfkvq.caches.store import MAX_STEP, SIDES, KVStore
 from hfkvq.caches.token_record import TokenRecord
@@ -32,7 +33,8 @@ class Arrival:
         generated: tokens that come one by one, behind the prompt.
         chunk: tokens of a piece of the prompt; None for one piece. A store that grows has room to spare.
         narrow: share of the prompt's tokens that get the narrow width, where a scheme gives tokens widths by tags.
-        headroom: share by which buffers of captured steps are larger than needed; None if steps are not captured.
+        headroom: share by which buffers of steps are larger than needed; None if steps have no buffers.
+        captured: whether steps are captured.
     """
 
     prompt: int
@@ -40,6 +42,7 @@ class Arrival:
     chunk: int | None = None
     narrow: float = 0.0
     headroom: float | None = None
+    captured: bool = False
 
     def ends(self) -> list[int]:
         """Numbers of the prompt's tokens after each of its chunks."""
@@ -70,6 +73,7 @@ class _Kind:
     key_dim: int
     value_dim: int
     itemsize: int
+    buffered: bool
     captured: bool
     narrow: float
     place: tuple[int, int]
@@ -86,7 +90,7 @@ class _Kind:
 
     def fresh(self) -> KVLayer:
         """An empty layer."""
-        layer = KVLayer(self.scheme, PaddingReader(), recordable=self.captured, window=self.window)
+        layer = KVLayer(self.scheme, PaddingReader(), recordable=self.buffered, window=self.window)
         if layer.eviction is not None:
             layer.eviction.place = self.place
             return layer
@@ -155,11 +159,11 @@ class _Kind:
     def steps(self, layer: KVLayer, come: Arrival) -> Iterator[None]:
         """Feeds generated tokens; yields at each moment when the layer may be fullest."""
         left, trims = come.generated, 0
-        while left and trims < 3:
+        while left and (trims < 3 or not _is_widest(layer)):
             count = left
             if layer.buffer is not None and come.headroom is not None:
                 if layer.seen == layer.buffer.room or not layer.buffer.room:
-                    layer.buffer.make_room(room_ahead([layer.buffer], layer.seen + 1, come.headroom))
+                    layer.buffer.make_room(room_ahead([layer.buffer], layer.seen + 1, come.headroom, come.captured))
                 count = min(left, layer.buffer.room - layer.seen)
             if layer.eviction is not None and (layer.steps is None or layer.eviction.trims_steps):
                 # Steps up to a trim; from the third trim on, bytes repeat.
@@ -202,6 +206,14 @@ class _Kind:
             for notes, count in zip(layer.eviction.notes(), (batch, rows), strict=True):
                 held += count * sum(x.nbytes for x in notes)
         return held + batch * _notes(self.scheme, heads, self.key_dim)
+
+
+def _is_widest(layer: KVLayer) -> bool:
+    """Whether a layer's buffer has as many pages as it will have however many tokens come."""
+    if layer.buffer is None or layer.buffer.plan is None:
+        return True
+    widest = make_plan(layer, 1 << 30, None, layer.eviction, 1)
+    return widest is None or widest.blocks == layer.buffer.plan.blocks
 
 
 @lru_cache(maxsize=256)
@@ -272,7 +284,9 @@ def layer_bytes(
         window: tokens that a query sees; 0 for all.
     """
     scheme.layout(key_dim, value_dim).check(key_dim, value_dim)
-    kind = _Kind(scheme, key_dim, value_dim, itemsize, come.headroom is not None, come.narrow, place, window)
+    kind = _Kind(
+        scheme, key_dim, value_dim, itemsize, come.headroom is not None, come.captured, come.narrow, place, window
+    )
     with torch.no_grad():
         prompt = kind.shortened(come)
         layer = kind.fresh() if come.chunk is None else _prompts(kind, come.chunk).layer(prompt)

@@ -95,8 +95,9 @@ def cache_bytes(
     if preset is None:
         return model.stock_bytes(batch, context, size, windows=True) + batch * model.full_bytes(context, size)
     chosen = get_preset(preset)
-    ahead = headroom if wanted(graphs) and _is_captured(model, chosen) else None
-    come = Arrival(context - generated, generated, chunk, narrow, ahead)
+    buffered, captured = _kind_of_steps(model, chosen)
+    ahead = headroom if buffered else None
+    come = Arrival(context - generated, generated, chunk, narrow, ahead, captured and wanted(graphs))
     held, share = model.stock_bytes(batch, context, size), queries_per_head(model.text)
     schemes = chosen.by_layer(len(model.layers))
     places = _places(schemes, context)
@@ -124,13 +125,14 @@ def _places(schemes: Sequence[Scheme], context: int) -> list[tuple[int, int]]:
     return found
 
 
-def _is_captured(model: Outline, preset: Preset) -> bool:
-    """True if steps of such a cache are captured on a GPU, by the cache's own rule."""
+def _kind_of_steps(model: Outline, preset: Preset) -> tuple[bool, bool]:
+    """Whether steps of such a cache have buffers, and whether they are captured on a GPU, by the cache's own rule."""
     if not any(layer.compressed or layer.window for layer in model.layers):
-        return False
+        return False, False
     if preset not in model.captured:
         # Configs are copied: a cache changes the one that it is made from.
-        model.captured[preset] = MixedKVCache(copy.deepcopy(model.config), preset, graphs=True).graphs is not None
+        cache = MixedKVCache(copy.deepcopy(model.config), preset, graphs=True)
+        model.captured[preset] = cache.compressed_layers[0].steps is not None, cache.graphs is not None
     return model.captured[preset]
 
 

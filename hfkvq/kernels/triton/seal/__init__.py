@@ -1,5 +1,5 @@
 """Seal on the GPU: pages with a scale a channel (`channel`), tokens one by one (`token`), and their launches."""
 
-from .launch import seal_launch, seal_triton, seal_wanted
+from .launch import seal_triton, seal_wanted
 
-__all__ = ["seal_launch", "seal_triton", "seal_wanted"]
+__all__ = ["seal_triton", "seal_wanted"]

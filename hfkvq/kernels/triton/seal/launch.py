@@ -97,28 +97,6 @@ def _facts(fmt: str) -> tuple[PageFormat, int | None, bool]:
     return form, at, bool(form.raised_count(4)) and odd
 
 
-def seal_launch(
-    fmt: PageFormat,
-    side: str,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    blocks: int,
-    tokens: int,
-    rule: str,
-) -> Launch | None:
-    """A launch that seals without widths, weights and factors, from a source in the model's dtype, if there is one.
-
-    It takes a side's tensors, table, count, new, source and index.
-    """
-    form, _, odd = _facts(fmt.spec)
-    if odd or (rule and not ranks_in_kernel(form, shape[3])):
-        return None
-    shape = (shape[0], shape[1], shape[3])
-    return _launch(fmt.spec, side, shape, stride, dtype, dtype, device, blocks, tokens, rule, (False, False, None))
-
-
 @lru_cache(maxsize=1024)
 def _launch(
     fmt: str,

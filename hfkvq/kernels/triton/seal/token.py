@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -27,27 +27,18 @@ def due_tile(p_count, p_new, i_t, M, BT: tl.constexpr):
     return (i_count // BT + i_t) * BT, i_count, i_new
 
 
-@triton.jit
-def columns_of(index, o_index, o_token, m_t, SLOTS):
-    """Columns of the source that hold tokens: what an index says, or where they stand in a tail."""
-    if index is None:
-        b_column = tl.where(m_t, o_token % SLOTS, 0)
-    else:
-        b_column = tl.load(index + o_index, mask=m_t, other=0)
-    return b_column
-
-
-@triton.jit
-def seal_tokens(
-    codes, scale, zero, norm, table, source, index, given, i_b, i_h, i_bh, i_first, i_count, i_new, s_b, s_h, s_l, s_d,
-    H, N, M, SLOTS,
+@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
+def seal_token_kernel(
+    codes, scale, zero, norm, table, count, new, source, index, given, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, FIT: tl.constexpr,
     TOKEN_MAJOR: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Of BT slots of a page, which begin with token ``i_first``, those of the ``i_new`` from ``i_count`` on.
-
-    The fields of a word lie in one thread.
-    """
+    """The due ones of BT slots of a page. The fields of a word lie in one thread."""
+    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    i_first, i_count, i_new = due_tile(count + i_b, new + i_b, i_t, M, BT)
+    if i_first >= i_count + i_new or i_new <= 0:
+        return
     FIELDS: tl.constexpr = 16 // BITS
     LEVELS: tl.constexpr = (1 << BITS) - 1
     E: tl.constexpr = (D + FIELDS - 1) // FIELDS
@@ -61,7 +52,7 @@ def seal_tokens(
     o_slot = i_slot + tl.arange(0, BT)
     o_e = tl.arange(0, BE)
     p_source = source + i_b * s_b + i_h * s_h
-    b_column = columns_of(index, i_b * M + o_j, i_count + o_j, m_t, SLOTS)
+    b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0)
     # [FIELDS, BT, BE]
     b_x = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
     # [FIELDS, 1, BE]
@@ -94,7 +85,7 @@ def seal_tokens(
         b_low, b_high = tl.min(tl.min(b_own, 1), 3), tl.max(tl.max(b_own, 1), 3)
         if is_wide(b_low, b_high):
             # Loaded once more: hardly ever, and registers for it would cost every tile.
-            b_column = columns_of(index, i_b * M + o_j, i_count + o_j, m_t, SLOTS)
+            b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0)
             b_again = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
             if norm is not None:
                 b_again = b_again * b_share
@@ -147,24 +138,6 @@ def seal_tokens(
     tl.store(p_word, b_word, mask=m_t[:, None] & (o_e < E)[None, :])
 
 
-@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
-def seal_token_kernel(
-    codes, scale, zero, norm, table, count, new, source, index, given, s_b, s_h, s_l, s_d, H, N, M,
-    D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, FIT: tl.constexpr,
-    TOKEN_MAJOR: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
-    """Those of BT slots of a page that are due."""
-    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    i_first, i_count, i_new = due_tile(count + i_b, new + i_b, i_t, M, BT)
-    if i_first >= i_count + i_new or i_new <= 0:
-        return
-    seal_tokens(
-        codes, scale, zero, norm, table, source, index, given, i_b, i_h, i_bh, i_first, i_count, i_new, s_b, s_h, s_l,
-        s_d, H, N, M, 1, D, G, BITS, GROUP, FIT, TOKEN_MAJOR, BT, BE,
-    )  # fmt: skip
-
-
 @triton.jit
 def to_fp8(b_x, NATIVE: tl.constexpr):
     """Bits (u8) of f32 as e4m3: rounded to nearest even, saturating; no NaN."""
@@ -182,18 +155,23 @@ def to_fp8(b_x, NATIVE: tl.constexpr):
     return b_code
 
 
-@triton.jit
-def seal_unpacked(
-    codes, scale, table, source, index, i_b, i_h, i_first, i_count, i_new, s_b, s_h, s_l, s_d, H, N, M, SLOTS,
+@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
+def seal_unpacked_kernel(
+    codes, scale, table, count, new, source, index, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """As `seal_tokens`, but a code is an element by itself: fp8 pages, and copies for 16 bits (no scale)."""
+    """The due ones of BT slots of a page, a code an element: fp8 pages, and copies for 16 bits (no scale)."""
+    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    i_first, i_count, i_new = due_tile(count + i_b, new + i_b, i_t, M, BT)
+    if i_first >= i_count + i_new or i_new <= 0:
+        return
     i_head = tl.load(table + i_b * N + i_first // G).to(tl.int64) * H + i_h
     o_j = i_first - i_count + tl.arange(0, BT)
     m_t = (o_j >= 0) & (o_j < i_new)
     o_slot = i_first % G + tl.arange(0, BT)
-    b_column = columns_of(index, i_b * M + o_j, i_count + o_j, m_t, SLOTS).to(tl.int64)
+    b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0).to(tl.int64)
     o_n = tl.arange(0, BN)
     # [BT, BN * BC]
     o_i = tl.arange(0, BN * BC)
@@ -218,91 +196,6 @@ def seal_unpacked(
         b_x = to_fp8(tl.reshape(b_x, (BT, BN * BC)), NATIVE)
     p_code = codes + (i_head * G + o_slot)[:, None] * D + o_c[None, :]
     tl.store(p_code, b_x, mask=m_x)
-
-
-@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
-def seal_unpacked_kernel(
-    codes, scale, table, count, new, source, index, s_b, s_h, s_l, s_d, H, N, M,
-    D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-    NATIVE: tl.constexpr,
-):  # fmt: skip
-    """Those of BT slots of a page that are due, of 8 or 16 bits."""
-    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    i_first, i_count, i_new = due_tile(count + i_b, new + i_b, i_t, M, BT)
-    if i_first >= i_count + i_new or i_new <= 0:
-        return
-    seal_unpacked(
-        codes, scale, table, source, index, i_b, i_h, i_first, i_count, i_new, s_b, s_h, s_l, s_d, H, N, M, 1,
-        D, G, GROUP, BN, BC, BT, NATIVE,
-    )  # fmt: skip
-
-
-class FewTokens(NamedTuple):
-    """What `seal_few` has to know of a format.
-
-    Attributes:
-        bits: of a code.
-        group: elements that share a scale.
-        slots: of a tile.
-        words: BE of `seal_tokens`; 0 for 8 and 16 bits.
-        groups: BN of `seal_unpacked`; 0 for 2 and 4 bits, as are the rest.
-        width: its BC.
-        native: its NATIVE.
-        fit: FIT of `seal_tokens`.
-    """
-
-    bits: int
-    group: int
-    slots: int
-    words: int = 0
-    groups: int = 0
-    width: int = 0
-    native: bool = False
-    fit: int = 0
-
-
-# Where fields of `FewTokens` stand, for kernels.
-FEW_BITS, FEW_GROUP, FEW_SLOTS, FEW_WORDS, FEW_GROUPS, FEW_WIDTH, FEW_NATIVE, FEW_FIT = map(
-    tl.constexpr, range(len(FewTokens._fields))
-)
-
-
-@triton.jit
-def seal_few(
-    codes, scale, zero, table, tail, found, i_t, i_bh, AT: tl.constexpr, B, H, N, M, SLOTS,
-    D: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
-    """Those of a few slots of a side's pages that are due, from a tail; FORM is a `FewTokens`."""
-    i_b, i_h = i_bh // H, i_bh % H
-    BT: tl.constexpr = FORM[FEW_SLOTS]
-    i_first, i_count, i_new = due_tile(found + AT * B + i_b, found + (AT + 2) * B + i_b, i_t, M, BT)
-    if (i_first < i_count + i_new) & (i_new > 0):
-        s_h = SLOTS * D
-        if FORM[FEW_BITS] >= 8:
-            seal_unpacked(
-                codes, scale, table, tail, None, i_b, i_h, i_first, i_count, i_new, H * s_h, s_h, D, 1, H, N, M, SLOTS,
-                D, G, FORM[FEW_GROUP], FORM[FEW_GROUPS], FORM[FEW_WIDTH], BT, FORM[FEW_NATIVE],
-            )  # fmt: skip
-        else:
-            seal_tokens(
-                codes, scale, zero, None, table, tail, None, None, i_b, i_h, i_bh, i_first, i_count, i_new, H * s_h,
-                s_h, D, 1, H, N, M, SLOTS, D, G, FORM[FEW_BITS], FORM[FEW_GROUP], FORM[FEW_FIT], AT == 0, BT,
-                FORM[FEW_WORDS],
-            )  # fmt: skip
-
-
-def few_tokens(
-    fmt: PageFormat, is_keys: bool, tokens: int, head_dim: int, device: torch.device
-) -> tuple[FewTokens, int]:
-    """What `seal_few` has to know to seal so many tokens of a format, and how many tiles they are."""
-    if fmt.bits >= 8:
-        tiles, own = unpacked_constants(fmt, tokens, head_dim, device)
-        form = FewTokens(fmt.bits, own["GROUP"], own["BT"], groups=own["BN"], width=own["BC"], native=own["NATIVE"])
-    else:
-        tiles, own = token_constants(fmt, is_keys, tokens, head_dim)
-        form = FewTokens(fmt.bits, own["GROUP"], own["BT"], words=own["BE"], fit=own["FIT"])
-    return form, tiles
 
 
 def _slots(form: PageFormat, tokens: int, most: int) -> tuple[int, int]:

@@ -1,0 +1,501 @@
+"""Steps over a buffer, as recorded ones take them, hold to the bit what the operations one by one would."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from evals.generate import SpreadTags
+from hfkvq import MixedKVCache, get_scheme
+from hfkvq.caches.attention import hfkvq_attention, hfkvq_mask
+from hfkvq.caches.layers import KVLayer, PaddingReader
+from hfkvq.caches.layers.buffer import StepBuffer
+from hfkvq.caches.layers.steps import DeviceSteps
+from hfkvq.caches.routing import HostCounters
+from hfkvq.caches.schemes import TriAxial
+from hfkvq.caches.store import sealing
+from hfkvq.caches.token_record import TokenRecord
+from hfkvq.kernels import use_interpreter
+from hfkvq.kernels.decode import LENGTH, run_count
+from hfkvq.kernels.pages import PageFormat
+from hfkvq.kernels.step import ops
+from tests.caches.driver import cases, counted, small
+from tests.caches.models import build
+
+MODULE = SimpleNamespace(is_causal=True, num_key_value_groups=4)
+HEADS, SHARE = 2, 4
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+PRESETS = ("kitty-pro", "kivi-2", "mixkvq", "saw-int4", "int4", "full", "triaxial", "kvarn", "kivi-4", "arkv")
+
+
+def layer_of(scheme, buffered=True):
+    """A layer whose steps go over a buffer, where the scheme's can, or one operation after the other."""
+    return KVLayer(scheme, PaddingReader(), recordable=buffered and scheme.limits(128, 128).captured is None)
+
+
+def states(rows, tokens, dim, dtype, device, generator, odd=False):
+    """Queries, keys and values; if odd, values that begin two bytes behind what a kernel would like."""
+    made = [torch.randn(rows, n, tokens, dim, generator=generator) for n in (SHARE * HEADS, HEADS, HEADS)]
+    queries, keys, values = (x.to(device, dtype) for x in made)
+    if odd:
+        wide = torch.empty(values.numel() + 1, device=device, dtype=dtype)[1:].view(values.shape)
+        values = wide.copy_(values)
+    return queries, keys, values
+
+
+def padded(pads, columns, device):
+    """The mask of a step, as models are given it: rows begin with padding."""
+    visible = torch.arange(columns, device=device) >= torch.tensor(pads, device=device)[:, None]
+    return hfkvq_mask(len(pads), 1, columns, q_offset=columns - 1, attention_mask=visible.long())
+
+
+def padded_prompt(layer, given, pads):
+    """A prompt of rows that begin with padding."""
+    queries, keys, values = given
+    tokens = keys.shape[2]
+    visible = torch.arange(tokens, device=keys.device) >= torch.tensor(pads, device=keys.device)[:, None]
+    mask = visible[:, None, None, :] & torch.ones(tokens, tokens, dtype=torch.bool, device=keys.device).tril()
+    hfkvq_attention(MODULE, queries, *layer.update(keys, values), mask, scaling=0.1)
+
+
+def step(layer, given, mask=None):
+    queries, keys, values = given
+    return hfkvq_attention(MODULE, queries, *layer.update(keys, values), mask, scaling=0.1)[0]
+
+
+def assert_same(one, other):
+    """The same tokens, in the same pages, and the same statistics."""
+    assert one.store.states == other.store.states
+    assert torch.equal(counted(one).counters, counted(other).counters)
+    for side in ("keys", "values"):
+        assert torch.equal(one.dense(side), other.dense(side))
+    statistics = [[] if x.queries is None else x.queries.tensors() for x in (one, other)]
+    for a, b in zip(*statistics, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How many steps have gone over a buffer, and how many of them with a mask."""
+    counts, run = {"steps": 0, "masked": 0}, DeviceSteps.run
+
+    def noted(self, query, arguments):
+        out = run(self, query, arguments)
+        counts["steps"] += 1
+        counts["masked"] += arguments.mask is not None
+        return out
+
+    monkeypatch.setattr(DeviceSteps, "run", noted)
+    return counts
+
+
+@pytest.mark.parametrize("name", cases())
+def test_layers_hold_the_same(name, taken):
+    scheme, generator = cases()[name], torch.Generator().manual_seed(0)
+    one, other = layer_of(scheme), layer_of(scheme, buffered=False)
+    for tokens in (37, *[1] * 20, 5, *[1] * 9):
+        given = states(2, tokens, 32, torch.float32, "cpu", generator)
+        # A buffer has other room, so sums are rounded in other places.
+        torch.testing.assert_close(step(one, given), step(other, given))
+    assert taken["steps"] == (0 if one.steps is None else 30 if one.steps.most_tokens() >= 5 else 29)
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("pads", [None, [0, 9]])
+@pytest.mark.parametrize("low_bits", [8, 4])
+def test_evicting_layers_trim_between_such_steps(low_bits, pads, taken):
+    """Of ARKV: every step in which no trim may be due, and after trims, tokens that each head has to itself."""
+    scheme, generator = small("arkv", budget_tokens=40, low_bits=low_bits), torch.Generator().manual_seed(0)
+    one, other = layer_of(scheme), layer_of(scheme, buffered=False)
+    given = states(2, 37, 32, torch.float32, "cpu", generator)
+    for layer in (one, other):
+        padded_prompt(layer, given, pads or [0, 0])
+    trims = set()
+    for columns in range(38, 120):
+        given, mask = states(2, 1, 32, torch.float32, "cpu", generator), pads and padded(pads, columns, "cpu")
+        torch.testing.assert_close(step(one, given, mask), step(other, given, mask))
+        trims.add(one.eviction.trim_at)
+    assert one.evicted
+    assert len(trims) > 4
+    # A trim looks at every step that may need one.
+    assert 82 > taken["steps"] > 50
+    assert taken["masked"] == (taken["steps"] if pads else 0)
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("name", ["triaxial", "arkv"])
+def test_generated_tokens_are_sealed_without_a_question(name, monkeypatch):
+    """They go to the widest run, which has room: the host knows. What a prompt left in the tail is looked at."""
+    knobs = {"budget_tokens": 64} if name.startswith("arkv") else {"page_size": 8, "seal_unit": 32}
+    scheme, generator = small(name, **knobs), torch.Generator().manual_seed(0)
+    one, other, asked = layer_of(scheme), layer_of(scheme, buffered=False), []
+
+    def by_width(*given):
+        asked.append(layer)
+        return real(*given)
+
+    real = sealing.seal_by_width
+    monkeypatch.setattr(sealing, "seal_by_width", by_width)
+    if name == "triaxial":
+        one.tags.record, other.tags.record = TokenRecord(SpreadTags()), TokenRecord(SpreadTags())
+    ids = torch.randint(100, (2, 300), generator=generator)
+    for tokens in (60, *[1] * 100, 50, *[1] * 60):
+        given, seen = states(2, tokens, 32, torch.float32, "cpu", generator), one.seen
+        for layer in (one, other):
+            own = ids[:, seen : seen + tokens]
+            if layer.tags is not None and tokens > 1:
+                layer.tags.record.tag_prompt(own, None, seen)
+            elif layer.tags is not None:
+                layer.tags.record.note_step(own, seen)
+        outs = []
+        for layer in (one, other):
+            outs.append(step(layer, given))
+        # With other room, sums are rounded in other places.
+        torch.testing.assert_close(*outs)
+        other.store.seals_widely = False
+    assert_same(one, other)
+    # The second prompt. Of TriAxialKV both, and what their last tokens are sealed with: one page, and two.
+    assert asked.count(one) == (5 if name == "triaxial" else 1)
+    assert asked.count(other) > 6
+    narrow, wide = (int(run_count(one.store.counters, run, "keys").max()) for run in (0, 1))
+    assert one.store.state.wide_most >= wide > 0
+    assert narrow > 0 or name == "arkv"
+
+
+@pytest.mark.parametrize("name", ["triaxial", "arkv"])
+def test_rows_that_seal_at_other_times_make_no_more_room(name):
+    """Eight rows, of which nearly each is at another place within a unit."""
+    scheme, generator = get_scheme(name), torch.Generator().manual_seed(0)
+    layer, pads = layer_of(scheme), [0, 3, 7, 11, 14, 19, 23, 30]
+    padded_prompt(layer, states(8, 40, 32, torch.float32, "cpu", generator), pads)
+    for columns in range(41, 400):
+        step(layer, states(8, 1, 32, torch.float32, "cpu", generator), padded(pads, columns, "cpu"))
+    wide, page = (
+        int(run_count(counted(layer).counters, 1, "keys").max()),
+        scheme.layout(32, 32).keys.formats[1].page_size,
+    )
+    assert wide > 300
+    room = layer.store.runs[1].table.shape[1] * page
+    assert wide <= room <= 1.25 * (wide + 64) + 2 * page
+
+
+def test_crops_of_what_is_no_whole_unit(monkeypatch):
+    """What the host takes to be sealed is what is sealed, and a later crop takes its tokens away."""
+    layer, generator = layer_of(get_scheme("triaxial", page_size=8, seal_unit=16, group_size=8)), torch.Generator()
+
+    def take(tokens):
+        for count in tokens:
+            step(layer, states(1, count, 32, torch.float32, "cpu", generator.manual_seed(layer.seen)))
+
+    for before, back in (([48], 9), ([1] * 6, 2), ([], 8), ([1] * 20, 30)):
+        take(before)
+        layer.crop(-back)
+        (state,) = layer.store.states
+        sealed = [int(run_count(layer.store.counters, run, "keys").sum()) for run in (0, 1)]
+        assert int(layer.store.counters[LENGTH]) == state.length == layer.seen
+        assert sum(sealed) == state.keys <= state.length
+        assert sealed[1] <= layer.store.state.wide_most
+
+
+@pytest.mark.parametrize("name", ["saw-int4", "triaxial", "arkv", "kivi-2"])
+def test_pages_that_find_no_memory_are_not_counted_on(name, monkeypatch):
+    """Those of keys were there, those of values were not: the next try makes both."""
+    layer, other, failed = layer_of(get_scheme(name), False), layer_of(get_scheme(name), False), 0
+    generator, allocate = torch.Generator(), PageFormat.allocate
+
+    def fails(self, side, *rest):
+        if side == "values":
+            raise torch.OutOfMemoryError("none left")
+        return allocate(self, side, *rest)
+
+    for each in (layer, other):
+        step(each, states(1, 250, 64, torch.float32, "cpu", generator.manual_seed(0)))
+    for at in range(1, 140):
+        given = states(1, 1, 64, torch.float32, "cpu", generator.manual_seed(at))
+        expected = step(other, given)
+        with monkeypatch.context() as patch:
+            patch.setattr(PageFormat, "allocate", fails)
+            try:
+                assert torch.equal(step(layer, given), expected)
+                continue
+            except torch.OutOfMemoryError:
+                failed += 1
+        layer.settle()
+    assert failed > 0
+    assert_same(layer, other)
+
+
+@pytest.mark.parametrize("name", ["saw-int4", "kivi-2", "mixkvq", "arkv"])
+def test_steps_without_memory_for_a_buffer_go_one_by_one(name, taken, monkeypatch):
+    """Also where it is a larger one that there is no memory for; a later step makes it."""
+    layer, other = layer_of(get_scheme(name)), layer_of(get_scheme(name), buffered=False)
+    generator, allocate = torch.Generator(), StepBuffer._allocate
+
+    def fails(*given):
+        raise torch.OutOfMemoryError("none left")
+
+    for at, tokens in enumerate((250, *[1] * 180)):
+        given = states(1, tokens, 64, torch.float32, "cpu", generator.manual_seed(at))
+        monkeypatch.setattr(StepBuffer, "_allocate", fails if at < 10 or 60 < at < 150 else allocate)
+        torch.testing.assert_close(step(layer, given), step(other, given))
+        assert layer.buffer.tensor is None or not at < 10
+    assert 80 < taken["steps"] < 171
+    assert_same(layer, other)
+
+
+def test_a_scheme_that_looks_at_tokens_is_asked(monkeypatch):
+    """Also of a scheme of somebody else's."""
+
+    class Sizes(TriAxial):
+        name = ""
+
+        def token_bits(self, keys, values, position, tags=None):
+            return torch.where(keys.float().norm(dim=-1).mean(1) > 5.6, 2, 4).to(torch.uint8)
+
+    layer, generator = layer_of(Sizes(page_size=8, group_size=8)), torch.Generator().manual_seed(0)
+    for tokens in (60, *[1] * 100):
+        step(layer, states(2, tokens, 32, torch.float32, "cpu", generator))
+    assert int(run_count(layer.store.counters, 0, "keys").min()) > 40
+
+
+def test_steps_whose_scores_accumulate_go_one_by_one(taken):
+    layer = layer_of(small("arkv", beta=0.5))
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (37, 1, 1):
+        step(layer, states(2, tokens, 32, torch.float32, "cpu", generator))
+    assert not taken["steps"]
+    assert layer.eviction.scores is not None
+
+
+@pytest.mark.parametrize("name", ["saw-int4", "kitty", "mixkvq", "full", "triaxial", "kivi-2", "arkv"])
+def test_masks_of_steps_are_no_hindrance(name, taken):
+    """``generate`` hands steps a padding mask, which shows nothing of rows that begin with padding."""
+    scheme, generator = cases()[name], torch.Generator().manual_seed(0)
+    one, other, bare = layer_of(scheme), layer_of(scheme, buffered=False), layer_of(scheme)
+    given = states(2, 37, 32, torch.float32, "cpu", generator)
+    for layer in (one, other, bare):
+        padded_prompt(layer, given, [0, 9])
+    for columns in range(38, 70):
+        given, mask = states(2, 1, 32, torch.float32, "cpu", generator), padded([0, 9], columns, "cpu")
+        got = step(one, given, mask)
+        torch.testing.assert_close(got, step(other, given, mask))
+        torch.testing.assert_close(got, step(bare, given))
+    assert taken["masked"] == (0 if one.steps is None else 32)
+    assert_same(one, other)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="models of tests are in f32, which kernels of steps are not for")
+@pytest.mark.parametrize("name", ["kitty", "saw-int4", "mixkvq", "arkv"])
+def test_generate_goes_over_the_buffer(name, taken, monkeypatch):
+    """Of two rows, one of them padded: what its steps are given keeps none of them from it."""
+    model = build("llama")
+    ids = torch.arange(60).view(2, 30)
+    padding = torch.ones_like(ids)
+    padding[1, :7] = 0
+
+    def tokens():
+        cache = MixedKVCache(model.config, small(name), graphs=False)
+        kwargs = {"attention_mask": padding, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+        return model.generate(ids, past_key_values=cache, **kwargs)
+
+    got, layers = tokens(), model.config.num_hidden_layers
+    assert taken["masked"] == 23 * layers
+    monkeypatch.setattr(DeviceSteps, "takes", lambda *_: False)
+    assert torch.equal(got, tokens())
+    assert taken["masked"] == 23 * layers
+
+
+def test_a_mask_that_hides_is_heeded(taken):
+    """Also what its user hides of what is stored."""
+    scheme, generator = get_scheme("saw-int4"), torch.Generator().manual_seed(0)
+    one, other = layer_of(scheme), layer_of(scheme, buffered=False)
+    given = states(2, 40, 64, torch.float32, "cpu", generator)
+    step(one, given), step(other, given)
+    visible = torch.ones(2, 41, dtype=torch.long)
+    visible[0, 3:17] = 0
+    # No bit of the lowest byte is set.
+    visible[1] = 256
+    mask = hfkvq_mask(2, 1, 41, q_offset=40, attention_mask=visible)
+    given = states(2, 1, 64, torch.float32, "cpu", generator)
+    got = step(one, given, mask)
+    assert torch.equal(got, step(other, given, (visible != 0)[:, None, None, :]))
+    assert taken["masked"] == 1
+
+
+@pytest.mark.parametrize("what", ["rollback", "sinks", "bias", "several", "empty", "masked"])
+def test_what_goes_over_the_buffer(what, taken):
+    """Whatever the call is given, but first tokens of rows, and several tokens with a mask."""
+    layer, other = layer_of(get_scheme("saw-int4")), layer_of(get_scheme("saw-int4"), buffered=False)
+    generator, tokens = torch.Generator().manual_seed(0), 3 if what in ("several", "masked") else 1
+    prompt = states(2, 20, 128, torch.float32, "cpu", generator)
+    queries, keys, values = states(2, tokens, 128, torch.float32, "cpu", generator)
+    mask = torch.ones(2, 1, 3, 23, dtype=torch.bool).tril(20) if what == "masked" else None
+    more = {
+        "sinks": {"s_aux": torch.zeros(SHARE * HEADS)},
+        "bias": {"position_bias": torch.arange(21.0).expand(1, SHARE * HEADS, 1, 21)},
+    }.get(what, {})
+    outs = []
+    for each in (layer, other):
+        if what == "rollback":
+            each.activate_past_recording()
+        if what != "empty":
+            step(each, prompt)
+        outs.append(hfkvq_attention(MODULE, queries, *each.update(keys, values), mask, scaling=0.1, **more)[0])
+    torch.testing.assert_close(*outs)
+    assert taken["steps"] == (what not in ("empty", "masked"))
+    assert_same(layer, other)
+
+
+def test_stores_are_given_tensors_in_one_place():
+    """Nothing else is noticed by what depends on them."""
+    layer, generator = layer_of(get_scheme("triaxial")), torch.Generator().manual_seed(0)
+    step(layer, states(2, 200, 64, torch.float32, "cpu", generator))
+    store = layer.store
+    run, window = store.runs[0], store.windows[0]
+    for name in ("table", "pos", "keys", "values"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(run, name, getattr(run, name))
+    for parts, new in ((run.keys, window), (run.values, window), (store.runs, run), (store.windows, window)):
+        with pytest.raises(TypeError):
+            parts[0] = new
+    for name in ("counters", "windows", "runs"):
+        with pytest.raises(AttributeError):
+            setattr(store, name, getattr(store, name))
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(store.state, name, getattr(store, name))
+
+
+def test_what_the_host_knows_goes_with_what_it_is_of():
+    """Tokens that change runs end the copy of the counters, and bound the last run anew; a step does neither."""
+    layer, generator = layer_of(get_scheme("triaxial")), torch.Generator().manual_seed(0)
+    step(layer, states(2, 200, 64, torch.float32, "cpu", generator))
+    store = layer.store
+    tally = HostCounters.empty(store.counters, store.states)
+    store.state = store.state.replace(host_counters=tally)
+    before = store.state
+    store.state = store.state.replace(states=store.forecast(3).appended)
+    assert store.state.host_counters is tally
+    assert store.longest == before.longest + 3
+    assert store.state.wide_most == before.wide_most + 3
+    store.state = store.state.replace(widest=7)
+    assert store.state.host_counters is None
+    assert store.state.wide_most == 7 + max(store.forecast().tail_slots)
+    store.state = store.state.replace(widest=5, host_counters=tally)
+    assert store.state.host_counters is tally
+    # The value from before is as it was.
+    assert before.host_counters is tally
+    assert before.longest == store.longest - 3
+
+
+def fails_at(monkeypatch, which, of, name):
+    """Lets the call of that number fail."""
+    calls, real = [], getattr(of, name)
+
+    def call(*given):
+        calls.append(given)
+        if len(calls) == which:
+            raise torch.OutOfMemoryError("none left")
+        return real(*given)
+
+    monkeypatch.setattr(of, name, call)
+    return calls
+
+
+# What fails before the query is counted leaves it uncounted, by which MixKVQ weighs channels.
+FAILURES = [
+    (name, which, of)
+    for name in ("saw-int4", "arkv", "mixkvq")
+    for which, of in ((1, "advance"), (1, "store_attention"), (1, "seal_side"), (2, "seal_side"))
+    if (name, of) != ("mixkvq", "advance")
+]
+
+
+@pytest.mark.parametrize(("name", "which", "of"), FAILURES)
+def test_a_failed_step_can_be_taken_again(name, which, of, monkeypatch):
+    """Its token is stored once, whatever has failed, and what was due with it is sealed."""
+    scheme, generator = small(name), torch.Generator().manual_seed(0)
+    one, other = layer_of(scheme), layer_of(scheme, buffered=False)
+    for at, tokens in enumerate((60, *[1] * 40)):
+        given = states(1, tokens, 32, torch.float32, "cpu", generator)
+        expected = step(other, given)
+        failed = False
+        if at > 3:
+            with monkeypatch.context() as patch:
+                calls = fails_at(patch, which, ops, of)
+                try:
+                    got = step(one, given)
+                except torch.OutOfMemoryError:
+                    failed = True
+                    assert len(calls) == which
+        else:
+            got = step(one, given)
+        if failed:
+            # The update has staged the token, which is stored by now, or with the next update.
+            one.settle()
+        else:
+            torch.testing.assert_close(got, expected)
+        assert one.store.longest == other.store.longest == one.seen
+    assert_same(one, other)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process: see the next test")
+@pytest.mark.parametrize(("name", "prompt"), [("saw-int4", 20), ("full", 130), ("mixkvq", 20), ("kivi-2", 170)])
+def test_kernels_of_steps_are_those_of_the_operations(name, prompt, taken):
+    """Under the interpreter, with what layers ask of a step: to seal, to observe, or to seal one side."""
+    pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    one, other = layer_of(get_scheme(name)), layer_of(get_scheme(name), buffered=False)
+    for tokens in (prompt, 1, 1, 1):
+        given = states(1, tokens, 64, torch.float16, "cpu", generator)
+        with use_interpreter():
+            torch.testing.assert_close(step(one, given), step(other, given))
+    assert_same(one, other)
+    assert taken["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pads"), [(torch.bfloat16, None), (torch.bfloat16, [0, 21]), (torch.float16, None)], ids=str
+)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=GPU) for name in PRESETS])
+def test_steps_on_a_gpu_are_the_operations(name, dtype, pads, taken):
+    """Over page borders, growing tables and tails, other strides and alignments, with masks or not: to the bit."""
+    scheme, generator = get_scheme(name), torch.Generator().manual_seed(0)
+    one, other, columns = layer_of(scheme), layer_of(scheme, buffered=False), 0
+    for at, tokens in enumerate((300, *[1] * 200, 3, *[1] * 100)):
+        # Not of prompts: other kernels attend to those.
+        given = states(2, tokens, 128, dtype, "cuda", generator, odd=tokens == 1 and at % 17 == 0)
+        if at % 2:
+            # As models hand them over: (B, T, H, D) in memory.
+            given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+        columns, mask = columns + tokens, None
+        if pads and not at:
+            padded_prompt(one, given, pads), padded_prompt(other, given, pads)
+            continue
+        if pads and tokens == 1:
+            mask = padded(pads, columns, "cuda")
+        # A buffer has other room, so programs share the pages out in another way.
+        torch.testing.assert_close(step(one, given, mask), step(other, given, mask), rtol=0.02, atol=0.02)
+    assert taken["steps"] > 250
+    assert (taken["masked"] > 250) == bool(pads)
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("rows", [pytest.param([1, 0], marks=GPU), pytest.param([0, 0, 1], marks=GPU)])
+def test_rows_may_move_between_steps(rows, taken):
+    generator = torch.Generator().manual_seed(0)
+    one, other = layer_of(get_scheme("saw-int4")), layer_of(get_scheme("saw-int4"), buffered=False)
+    for layer in (one, other):
+        generator.manual_seed(1)
+        step(layer, states(2, 200, 128, torch.bfloat16, "cuda", generator))
+    for batch in (2, len(rows)):
+        for _ in range(20):
+            given = states(batch, 1, 128, torch.bfloat16, "cuda", generator)
+            torch.testing.assert_close(step(one, given), step(other, given), rtol=0.02, atol=0.02)
+        for layer in (one, other):
+            if batch == 2:
+                layer.reorder_cache(torch.tensor(rows, device="cuda"))
+    assert taken["steps"] > 30
+    assert_same(one, other)
