@@ -87,11 +87,6 @@ def _is_unobserved(first: Tensor) -> bool:
     return plain and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
 
 
-def launches(first: Tensor) -> bool:
-    """Whether `call` would go straight to a kernel, whichever it is."""
-    return _is_kernels_own(first) and _is_unobserved(first)
-
-
 def _is_kernels_own(first: Tensor) -> bool:
     # To ask for a device's type takes several times as long.
     return _KERNELS_ON["cuda"] if first.is_cuda else _KERNELS_ON.get(first.device.type, False)
