@@ -59,7 +59,7 @@ def every(preset: str, device: torch.device) -> Iterator[tuple[StoreFormat, Want
     """What a layer of Qwen3-8B's shape launches, for one query and for sixteen, and what dequantizes its pages."""
     scheme = get_scheme(preset)
     plan = normal(layer_plan(scheme, LayerShape(HEADS, KV_HEADS, DIM), torch.bfloat16))
-    for each in wanted(plan, HEADS, scheme.channel_rule, SEVERAL, device):
+    for each in wanted(plan, HEADS, plan.rule or None, SEVERAL, device):
         yield plan.format, each
     for side in SIDES:
         for each in gather_wanted(plan.format, side, KV_HEADS, DIM, torch.bfloat16):

@@ -119,11 +119,10 @@ def layers_of(
     Raises:
         ValueError: a scheme cannot hold heads of this dimension.
     """
-    return [
-        (layer_plan(scheme, shape, dtype, several), shape.heads, scheme.channel_rule)
-        for scheme in dict.fromkeys(schemes)
-        for shape in shapes
-    ]
+    pairs = [(scheme, shape) for scheme in dict.fromkeys(schemes) for shape in shapes]
+    plans = [(layer_plan(scheme, shape, dtype, several), shape.heads) for scheme, shape in pairs]
+    # Prompts raise channels by the rule of steps.
+    return [(plan, heads, plan.rule or None) for plan, heads in plans]
 
 
 def compile_ahead(

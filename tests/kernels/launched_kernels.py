@@ -119,7 +119,7 @@ def main() -> None:
             for name, sizes in (("ahead", (1,)), ("several ahead", SEVERAL)):
                 forget()
                 notes.found = {}
-                for each in wanted(plan, HEADS, scheme.channel_rule, sizes, torch.device("cuda", 0)):
+                for each in wanted(plan, HEADS, plan.rule or None, sizes, torch.device("cuda", 0)):
                     each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
                 own[name] = list(notes.found)
     print(json.dumps(found))

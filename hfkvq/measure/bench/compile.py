@@ -42,7 +42,7 @@ def storing(name: str, shape: Shape, device: torch.device) -> Iterator[Wanted]:
     if not shape.rope_dim:
         scheme = scheme_of(name, shape.head_dim)
         plan = layer_plan(scheme, LayerShape(shape.heads, shape.kv_heads, shape.head_dim), DTYPES[shape.dtype])
-        yield from wanted(normal(plan), shape.heads, scheme.channel_rule, (1,), device)
+        yield from wanted(normal(plan), shape.heads, plan.rule or None, (1,), device)
 
 
 def compile_formats(names: Sequence[str], shapes: Sequence[Shape], device: torch.device) -> None:
