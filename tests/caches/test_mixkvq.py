@@ -57,6 +57,8 @@ def test_importance_is_the_mean_magnitude_of_queries(monkeypatch):
         given.append(q_abs)
 
     monkeypatch.setattr(MixKVQ, "channel_bits", spy)
+    # Without a rule for the kernel, sealing asks `channel_bits`.
+    monkeypatch.setattr(MixKVQ, "step_rule", lambda self, head_dim: None)
     layer = make(MixKVQ(page_size=8, group_size=8, sink_length=0))
     queries = torch.zeros(1, 2, 8, 16)
     # Channel 0: 1 and -3 in turn in head 0, 4 in head 1: (2 + 4) / 2. Channel 1: a single 8 among 16.
@@ -76,6 +78,8 @@ def test_queries_of_what_waits_stay_counted(monkeypatch, chunks):
         given.append(q_abs.clone())
 
     monkeypatch.setattr(MixKVQ, "channel_bits", spy)
+    # Without a rule for the kernel, sealing asks `channel_bits`.
+    monkeypatch.setattr(MixKVQ, "step_rule", lambda self, head_dim: None)
     monkeypatch.setattr(driver, "steady", lambda queries, signed: queries)
     monkeypatch.setattr("hfkvq.caches.layers.queries.MAX_STEP", 1)
     layer = make(MixKVQ(page_size=8, group_size=8, sink_length=3))
