@@ -42,11 +42,6 @@ app = typer.Typer(add_completion=False)
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "kitty, values rotated": ("kitty", {"rotate_values": True}),
-    "kitty, rotated, clipped 0.97": ("kitty", {"rotate_values": True, "clip_values": 0.97}),
-    "kitty, rotated, clipped 0.92": ("kitty", {"rotate_values": True, "clip_values": 0.92}),
-    "kitty, keys normed": ("kitty", {"token_norm": True}),
-    "kivi-2, keys normed": ("kivi-2", {"token_norm": True}),
-    "mixkvq, keys normed": ("mixkvq", {"token_norm": True}),
     "kvarn-k2v2, no factors": ("kvarn-k2v2", {"rounds": 0}),
     "kvarn-k2v2, not rotated": ("kvarn-k2v2", {"rotate": "none"}),
     "mixkvq, 64 channels INT4": ("mixkvq", {"most_bf16": 0.0, "most_int4": 0.5}),

@@ -34,16 +34,15 @@ run some of the families at each change, and all of them on demand.
 - **A step:** *fused* means that a step attends to the compressed pages. *Dequantized* means that the model's own
   attention gets plain tensors in each step. This is correct but saves no time, and schemes that evict are refused
   (except in Mllama, which only looks at the number of keys). They are also refused where attention adds a bias, or has
-  a window, by the distance of tokens. Encoder-decoders keep their own attention function. sdpa is intercepted, and
-  plain products with a softmax are followed; T5Gemma has neither, because its logits are softcapped in between. Where a
-  model's own attention is followed, a padding token that sees nothing gets other numbers than the model would give it.
+  a window, by the distance of tokens. Encoder-decoders and models with attention code of their own keep it: where it
+  calls PyTorch's `scaled_dot_product_attention`, that call is intercepted (Falcon, GPT-NeoX, BART); where it multiplies
+  queries with keys itself, steps are dequantized (GPT-J, Bloom, MPT, CodeGen, GPT-Neo, XGLM).
 - **Captured:** whether the cache would capture steps as CUDA graphs on a GPU, or why not. This table was made on a CPU.
   On an H200, captured steps of tiny models gave what steps without graphs give: Gemma 2 and 3, gpt-oss and
-  Mistral with windows, Falcon-H1, Zamba2, Jamba and Qwen3-Next, Bloom, GPT-J, CodeGen, MPT and GPT-NeoX-Japanese. Steps
-  on latents of DeepSeek V2 and V3, GLM-4-MoE-Lite, MiniCPM3 and Youtu gave what dequantized latents give. Steps of
-  DeepSeek-V2-Lite, Gemma3, gpt-oss, Falcon-H1, Bloom and GPT-J were timed with their published shapes
-  ([results](results.md#models-of-other-kinds)). Experts are captured in bf16; in other dtypes Transformers' code for
-  them asks the host.
+  Mistral with windows, Falcon-H1, Zamba2, Jamba and Qwen3-Next. Steps on latents of DeepSeek V2 and V3, GLM-4-MoE-Lite,
+  MiniCPM3 and Youtu gave what dequantized latents give. Steps of DeepSeek-V2-Lite, Gemma3, gpt-oss and Falcon-H1 were
+  timed with their published shapes ([results](results.md#models-of-other-kinds)). Experts are captured in bf16; in
+  other dtypes Transformers' code for them asks the host.
 """
 
 

@@ -23,12 +23,10 @@ from typing import Any
 
 import torch
 from transformers import (
-    BloomConfig,
     DeepseekV2Config,
     DynamicCache,
     FalconH1Config,
     Gemma3TextConfig,
-    GPTJConfig,
     GptOssConfig,
     PreTrainedConfig,
 )
@@ -57,8 +55,7 @@ LONGEST_WARM_UP = 40.0
 """Seconds in which kernels must have been compiled and steps captured."""
 DEFAULT = (
     "deepseek-v2-lite@32768=latent-4+latent-8+full,gemma3-12b:12@131072=kitty-pro+saw-int4,"
-    "gpt-oss-20b:12@131072=kitty-pro+saw-int4,falcon-h1-7b:11@32768=kitty-pro,bloom-7b1:10@4096=saw-int4,"
-    "gpt-j-6b:10@4096=saw-int4"
+    "gpt-oss-20b:12@131072=kitty-pro+saw-int4,falcon-h1-7b:11@32768=kitty-pro"
 )
 
 
@@ -94,23 +91,11 @@ def falcon_h1_7b() -> PreTrainedConfig:
     )  # fmt: skip
 
 
-def bloom_7b1() -> PreTrainedConfig:
-    """ALiBi; 32 KV heads of 128."""
-    return BloomConfig(hidden_size=4096, n_layer=30, n_head=32)
-
-
-def gpt_j_6b() -> PreTrainedConfig:
-    """Attention code of its own; 16 KV heads of 256."""
-    return GPTJConfig(n_positions=POSITIONS // 16)
-
-
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek-v2-lite": deepseek_v2_lite,
     "gemma3-12b": gemma3_12b,
     "gpt-oss-20b": gpt_oss_20b,
     "falcon-h1-7b": falcon_h1_7b,
-    "bloom-7b1": bloom_7b1,
-    "gpt-j-6b": gpt_j_6b,
 }
 
 

@@ -32,7 +32,6 @@ from hfkvq.caches.layout import Layout, SideLayout
 from hfkvq.caches.preset import get_preset
 from hfkvq.kernels import hadamard
 from hfkvq.kernels.dispatch import reference
-from hfkvq.kernels.exact import exact_slots
 from hfkvq.kernels.hadamard import rotation
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.quantize import quantize_pages
@@ -41,8 +40,8 @@ from hfkvq.measure.capture import capture
 from hfkvq.measure.models import find_model, load_model, load_tokenizer
 from hfkvq.measure.presets import page_bits
 
-OF_SIDES = {"local", "unit", "rotate", "signs", "balance", "clip"}
-WHOLE = {"bits": 16, "axis": "token", "raised": (), "normed": False, "fit": 0, "exact": 0, "group_size": 1}
+OF_SIDES = {"local", "unit", "rotate", "signs", "balance"}
+WHOLE = {"bits": 16, "axis": "token", "raised": (), "normed": False, "fit": 0, "group_size": 1}
 
 
 def altered(side: SideLayout, options: dict[str, Any]) -> SideLayout:
@@ -80,7 +79,7 @@ def rounded(x: Tensor, layout: Layout, which: Side, scheme: Scheme, queries: tup
     count = (x.shape[2] - layout.sink - side.local) // fmt.page_size * fmt.page_size
     turn = rotation(side.rotate, side.signs)
     own = hadamard(x[:, :, layout.sink : layout.sink + count].float().contiguous(), turn)
-    pages, widths, norm, exact = own.unflatten(2, (-1, fmt.page_size)), None, None, None
+    pages, widths, norm = own.unflatten(2, (-1, fmt.page_size)), None, None
 
     def flat(each: Tensor) -> Tensor:
         return each.transpose(1, 2).flatten(0, 1).contiguous()
@@ -91,9 +90,7 @@ def rounded(x: Tensor, layout: Layout, which: Side, scheme: Scheme, queries: tup
     if fmt.normed:
         index = torch.arange(count, dtype=torch.int32, device=x.device)[None].expand(len(x), -1)
         norm = flat(reference("page_norms")(own, index, fmt.axis, fmt.page_size, *side.balance))
-    if fmt.exact:
-        exact = flat(exact_slots(pages, fmt.exact, queries[1][:, :, None]))
-    parts = quantize_pages(flat(pages), fmt, which, widths, norm, exact)
+    parts = quantize_pages(flat(pages), fmt, which, widths, norm)
     back = reference("dequantize_pages")(parts, fmt.spec, which, x.shape[-1])
     back = back.unflatten(0, (len(x), -1)).transpose(1, 2).flatten(2, 3)
     out = x.clone()

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from evals.one_layer import said
 from evals.other_kernels.__main__ import check_peers, measure_peer, present
-from hfkvq.caches import behind
+from hfkvq.caches.dense import attend_store
 from hfkvq.measure.bench import kernels
 from hfkvq.measure.bench.cases import Shape, bytes_read, fill, parse_size, short
 from hfkvq.measure.bench.kernels import Record, Row, add_speedups, measure_shape, row_of, rows_at, unquantized
@@ -32,12 +32,9 @@ from hfkvq.sizes import parse_count
 
 RUN = "queries-h200"
 FORMATS = "saw-int4,kitty-pro,2-bit,best-3.4"
-AS_OURS = "SDPA, as we ask for it"
-AGAIN = "{}, length again"
-"""Name in the figures of a prompt's length that had come often enough for cuDNN's plan; there is no such plan now."""
 TORCH = {"flash SDPA": "flash", "cuDNN SDPA, mask": "cuDNN with a mask"}
 """Right kernels of PyTorch over bf16: what prompts are held against."""
-PROMPTS = {**TORCH, "vllm-fa3": "FlashAttention 3", "cuDNN SDPA": "cuDNN, not causal", AS_OURS: "dense, as we ask"}
+PROMPTS = {**TORCH, "vllm-fa3": "FlashAttention 3", "cuDNN SDPA": "cuDNN, not causal"}
 STEPS = {
     "flash SDPA": "flash",
     "vllm-fa3": "FlashAttention 3",
@@ -61,9 +58,7 @@ def by_shape(record: Record, prompts: bool) -> dict[tuple[int, int], Rows]:
 
 def formats(record: Record) -> list[str]:
     """Names of this library's formats in the order of measuring, each once."""
-    again = AGAIN.format("")
-    names = (row["name"].removesuffix(again) for row in record["rows"] if row["kind"] == "format")
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(row["name"] for row in record["rows"] if row["kind"] == "format"))
 
 
 def time_of(row: Row | None) -> float | None:
@@ -102,12 +97,7 @@ def prompts(record: Record) -> Iterator[str]:
         if not any(time_of(rows.get(name)) for name in names):
             # A run that has ended here.
             continue
-        title = f"{short(queries)} behind {short(context)}"
-        yield line(title, rows, list(PROMPTS), names, list(TORCH))
-        again = {name: row for name in (*names, AS_OURS) if (row := rows.get(AGAIN.format(name)))}
-        if any(name in again for name in names):
-            same = {name: row for name, row in rows.items() if name not in (*names, AS_OURS)}
-            yield line(f"{title}, length again", same | again, list(PROMPTS), names, list(TORCH))
+        yield line(f"{short(queries)} behind {short(context)}", rows, list(PROMPTS), names, list(TORCH))
     yield ""
     yield from most_memory(record)
 
@@ -156,10 +146,7 @@ def bounds(shape: Shape, query: Tensor, keys: Tensor, replays: int, copied: floa
     columns, open_ = keys.shape[2], "not causal: shows later tokens, too"
     cudnn = SDPBackend.CUDNN_ATTENTION
     made: dict[str, tuple[Callable[..., Tensor], str, str]] = {"cuDNN SDPA": (partial(_masked, cudnn), "bound", open_)}
-    if shape.is_prompt:
-        ours = partial(behind.attend_behind, scaling=shape.scaling)
-        made[AS_OURS] = (ours, "baseline", "of dense keys and values")
-    else:
+    if not shape.is_prompt:
         made["flash SDPA, packed"] = (partial(_packed, SDPBackend.FLASH_ATTENTION), "bound", open_)
         made["cuDNN SDPA, packed"] = (partial(_packed, cudnn), "bound", open_)
     if shape.queries * columns <= 1 << 28:
@@ -182,7 +169,7 @@ def behind_context(shape: Shape, name: str, data: tuple[Tensor, Tensor, Tensor],
     query, *sides = data
     store = fill(name, *(x[:, :, : shape.context] for x in sides))
     new = tuple(x[:, :, shape.context :] for x in sides)
-    attend = partial(behind.attend_store, store, query, new, shape.context, shape.scaling)
+    attend = partial(attend_store, store, query, new, shape.context, shape.scaling)
     attend()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

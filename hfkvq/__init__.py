@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         StreamingLLMCache,
         TOVACache,
         TriAxialCache,
+        captured_draft,
         get_scheme,
         list_schemes,
     )
@@ -53,6 +54,7 @@ __all__ = [
     "TOVACache",
     "TriAxialCache",
     "__version__",
+    "captured_draft",
     "get_scheme",
     "list_schemes",
 ]

@@ -30,9 +30,9 @@ def main() -> None:
     ids = torch.randint(3, 64, (1, 300))
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(ids, past_key_values=DynamicCache(), **options)
-    cache = MixedKVCache(model.config, "full")
+    cache = MixedKVCache(model, "full")
     assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
-    cache = MixedKVCache(model.config)
+    cache = MixedKVCache(model)
     model.generate(ids, past_key_values=cache, **options)
     assert cache.memory().code_bits < 4
     print(f"hfkvq {hfkvq.__version__}, {len(list_schemes())} presets, {cache.memory().code_bits:.2f} bits of codes")

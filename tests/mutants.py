@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant("step-settle", "step", STEP, "    counters[-2:] += new\n", "    counters[-2:-1] += new[:1]\n"),
     Mutant("step-keeps", "step", STEP, "x.copy_(torch.where(fits.view", "x.copy_(torch.where(~fits.view"),
     Mutant("step-sums", "step", STEP, "count = count + q.shape[2]", "count = count + 1"),
-    Mutant("step-abs", "step", STEP, "(q if signed else q.abs())", "q.abs()"),
+    Mutant("step-abs", "step", STEP, "q.abs().double()", "q.double()"),
     Mutant("step-order", "step", STEP, "seal_due(state, plan, tokens, (1,))", "seal_due(state, plan, tokens, (0,))"),
     # Sealing.
     Mutant(
@@ -108,7 +108,7 @@ MUTANTS = [
     Mutant("seal-window", "seal", SEAL, "torch.minimum(new, (end - room - count).clamp(min=0))", "new * 0"),
     Mutant("seal-position", "seal", SEAL, "torch.arange(sink, sink + most[0]", "torch.arange(0, most[0]"),
     Mutant("seal-counts", "routing", SEAL, "store.counters[RUNS:].add_(route.added)", "pass"),
-    Mutant("seal-weight", "seal", "kernels/seal.py", "(query if rule else None, None)", "(None, None)"),
+    Mutant("seal-weight", "seal", "kernels/seal.py", "query if rule else None", "None"),
     # Bytes of pages.
     Mutant("pages-round", "pages", PAGES, "* inverse + 0.5)", "* inverse)"),
     Mutant("pages-clamp", "pages", PAGES, "code = torch.minimum(code, groups.levels)", "code = code + 0"),

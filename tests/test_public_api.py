@@ -27,6 +27,7 @@ PUBLIC = {
     "SawInt4Cache",
     "Scheme",
     "TriAxialCache",
+    "captured_draft",
     "get_scheme",
     "list_schemes",
     "__version__",

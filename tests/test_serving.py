@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from transformers import (
 )
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.caches import behind
 from hfkvq.caches.dense import dense_attention
 from hfkvq.caches.preset import get_preset
 from hfkvq.kernels import use_interpreter
@@ -338,7 +338,6 @@ def test_several_schemes_of_a_model(model):
         ("snapkv", "forgets tokens"),
         ("arkv", "forgets tokens"),
         ("triaxial", "several widths"),
-        ("kitty-pro:clip_values=0.9", "clipped values are sorted by the host"),
         ("mixkvq:select=thresholds:salience=zscore", "no rule that the sealing kernel knows"),
     ],
 )
@@ -426,36 +425,28 @@ def test_attention_of_prompts(tokens, columns):
     assert (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
 
 
-def test_long_prompts_go_to_cudnn_and_where_it_refuses_to_flash_attention(monkeypatch):
-    """Padded to few lengths for cuDNN, as they are for flash attention."""
-    asked = []
+def test_long_first_prompts_are_padded_for_cudnn(monkeypatch):
+    """To few lengths; shorter prompts and those behind something are not."""
+    asked, lower_right = [], serving.prompts.lower_right
 
-    def stand_in(name, refuses=False):
-        def ask(query, keys, values, scaling, causal):
-            asked.append((name, keys.shape[2], causal))
-            if refuses:
-                raise RuntimeError("No valid execution plans built.")
-            return with_sums(query, keys, values, scaling, causal)
-
-        return ask
+    def noted(query, *rest, **options):
+        asked.append((query.shape[2], options.get("is_causal", False)))
+        attend = torch.nn.functional.scaled_dot_product_attention if options else lower_right
+        return attend(query, *rest, **options)
 
     monkeypatch.setattr(serving.prompts, "takes", lambda *rest: True)
-    monkeypatch.setattr(serving.prompts, "likes_cudnn", lambda *rest: True)
+    monkeypatch.setattr(serving.prompts, "can_use_cudnn_attention", lambda *rest: True)
     monkeypatch.setattr(serving.prompts, "LONG", 20)
     monkeypatch.setattr(serving.prompts, "STEP", 16)
-    monkeypatch.setattr(serving.prompts, "flash", stand_in("flash"))
-    for tokens, refuses, expected in (
-        (19, False, [("flash", 19, True)]),
-        (20, False, [("cudnn", 32, True)]),
-        (20, True, [("cudnn", 32, True), ("flash", 20, True)]),
-    ):
+    monkeypatch.setattr(serving.prompts, "F", SimpleNamespace(scaled_dot_product_attention=noted))
+    monkeypatch.setattr(serving.prompts, "lower_right", noted)
+    for tokens, columns, expected in ((19, 19, (19, False)), (20, 20, (32, True)), (20, 30, (20, False))):
         asked.clear()
-        monkeypatch.setattr(behind, "_cudnn", stand_in("cudnn", refuses))
-        query, keys, values = (torch.randn(1, heads, tokens, 16) for heads in (4, 2, 2))
+        query, keys, values = (torch.randn(1, h, n, 16) for h, n in ((4, tokens), (2, columns), (2, columns)))
         found = serving.prompts.prompt_attention(None, query, keys, values, AttentionArguments(0.1))
         exact, _ = with_sums(query, keys, values, 0.1, True)
         torch.testing.assert_close(found.transpose(1, 2), exact)
-        assert asked == expected
+        assert asked == [expected]
 
 
 def test_columns_of_a_batch():

@@ -30,12 +30,9 @@ SMALL = {
 }
 """Pages and windows that a short prompt fills, by preset."""
 
-EXACT = {**SMALL["kivi-2"], "sink_length": 8, "exact_keys": 4}
-"""Keys that queries choose, signs and all."""
-
 
 def small(name):
-    return get_scheme("kivi-2", **EXACT) if name == "exact" else get_scheme(name, **SMALL[name])
+    return get_scheme(name, **SMALL[name])
 
 
 def by_generate(model, ids, scheme, new, chunk=None):
@@ -90,7 +87,7 @@ def serve(model, scheme, inputs, new, padded=False, **given):
 # One whose queries have a say and whose layers differ, one that seals values one by one, and factors; the others are
 # the same code.
 NOW = {"best-3.4", "kivi-2", "kvarn"}
-NAMES = [pytest.param(name, marks=[] if name in NOW else [pytest.mark.slow]) for name in [*SMALL, "exact"]]
+NAMES = [pytest.param(name, marks=[] if name in NOW else [pytest.mark.slow]) for name in SMALL]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -103,7 +100,7 @@ def test_tokens_are_those_of_generate(model, name):
     assert serve(model, scheme, inputs, 40, max_batch_tokens=240) == expected
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("kitty-pro", 8), ("best-3.4", 8), ("mixkvq", 0), ("exact", 8)])
+@pytest.mark.parametrize(("name", "blocks"), [("kitty-pro", 8), ("best-3.4", 8), ("mixkvq", 0)])
 def test_what_is_stored_is_what_a_cache_stores(model, name, blocks, monkeypatch):
     """Pages bit for bit, windows, and statistics of queries, of a prompt in pieces and steps behind it."""
     ids, scheme, held = prompts(150)[0], small(name), {}

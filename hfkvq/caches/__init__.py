@@ -3,18 +3,24 @@
 from . import schemes
 from .bit_table import BitTable
 from .cache import MixedKVCache
-from .make import make_cache
+from .make import captured_draft, make_cache
 from .memory_report import MemoryReport
-from .named_evicting import (
+from .named import (
     ARKVCache,
     ExpectedAttentionCache,
+    FullCache,
     H2OCache,
+    KittyCache,
+    KIVICache,
+    KVarNCache,
+    LatentCache,
+    MixKVQCache,
     PyramidKVCache,
+    SawInt4Cache,
     SnapKVCache,
     StreamingLLMCache,
     TOVACache,
 )
-from .named_quantizing import FullCache, KittyCache, KIVICache, KVarNCache, LatentCache, MixKVQCache, SawInt4Cache
 from .prefix_store import PrefixMatch, PrefixStore
 from .preset import Preset, get_preset
 from .scheme import Scheme, get_scheme, list_schemes
@@ -43,6 +49,7 @@ __all__ = [
     "StreamingLLMCache",
     "TOVACache",
     "TriAxialCache",
+    "captured_draft",
     "get_preset",
     "get_scheme",
     "list_schemes",

@@ -19,8 +19,7 @@ from transformers.modeling_utils import AttentionInterface
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.masks import step_mask
 
-from .behind import attend_layer, is_plain
-from .dense import WITHOUT_CUDNN, dense_attention
+from .dense import WITHOUT_CUDNN, attend_layer, dense_attention, is_plain
 from .latents import absorbed, expanded, valued
 from .layers.forward import attend
 from .layers.handle import layer_of

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from .attention import register
-from .callers import calling_model, draft_of_caller, refuse_bare
+from .bit_table import config_hash
 from .capture import RECORDERS
 from .compile import compile_kernels
 from .eviction import EvictionScheme, warn_of_loss
@@ -23,10 +23,10 @@ from .layers import changes
 from .layers.build import build_layers, is_attachable, seen_by
 from .layers.compiled import allocate, update_outside
 from .layers.group import DeviceSync
-from .layers.lazy import dense_of
+from .layers.handle import dense_of
 from .layers.memory import described, memory_of
 from .memory_report import MemoryReport
-from .model_calls import intercept
+from .model_calls import CallInterceptor, intercept, is_inside_call
 from .model_config import head_dim_of, stock_layers, text_config
 from .once import say_once
 from .preset import Preset, checked_knobs, get_preset
@@ -42,23 +42,25 @@ DEFAULT_SCHEME = "best-3.4"
 class MixedKVCache(SavedCache, Cache):
     """A KV cache that stays compressed; attention is computed on the compressed pages.
 
-    Use it as ``model.generate(**inputs, past_key_values=MixedKVCache(model.config, "kitty-pro"))``. The scheme decides
+    Use it as ``model.generate(**inputs, past_key_values=MixedKVCache(model, "kitty-pro"))``. The scheme decides
     how attention layers are stored in pages, also in layers that combine attention with Mamba. Layers with a sliding
     window use a ring of pages (in 16 bits where the window is short, see `hfkvq.caches.window`). Recurrent states are
     not compressed.
 
     By default the constructor sets the config's attention implementation to "hfkvq", which attends to the pages. Other
     caches are not affected: on plain tensors it is stock sdpa (or the model's eager where sdpa lacks a feature).
-    `detach` undoes it. For models with their own attention code (GPT-J, Bloom), that code is intercepted and nothing is
-    switched. With ``attach=False`` neither happens: stock sdpa is intercepted and attends to the pages. Other
-    implementations get dequantized tensors, which is correct but slower, and store left padding, as they show no mask.
+    `detach` undoes it. With ``attach=False``, and for models that look no implementation up (Falcon, GPT-J, Bloom),
+    nothing is switched: stock sdpa is intercepted and attends to the pages. Other attention gets dequantized tensors,
+    which is correct but slower, and stores left padding, as it shows no mask.
 
     With ``debug=True``, keys and values that are not finite are refused, and so are those beyond 65504, the range of
     float16, where pages have scales. Otherwise they are left out of every scale and stored as the nearest end of their
     group, so they never change other tokens' pages.
 
     Args:
-        model_or_config: the model or its config; the config is enough.
+        model_or_config: the model, or its config. A cache made from a config does the same, but until `attach` shows it
+            the model, steps are not captured, latents are dequantized in each step, and keys are smoothed by the first
+            prompt.
         scheme: preset name (see ``list_schemes``) or ``.json`` file of a tuned preset, both also with options
             (``"kitty:boost_ratio=0.2"``), a `Scheme`, or a `Preset`.
         layers: schemes of single layers, ``{"0-1": "full", "-1": {"boost_ratio": 0.5}}``: a name, a `Scheme`, or
@@ -70,9 +72,8 @@ class MixedKVCache(SavedCache, Cache):
         graphs: whether decode steps are captured as CUDA graphs on a GPU. The first step after a prompt runs in Python,
             the second is captured (0.1 s), later ones replay it; a growing cache captures again when it outgrows its
             buffers. Steps that cannot be captured run without graphs, and a warning says why, once. None takes the
-            environment variable HFKVQ_GRAPHS (1 or 0), or True. Without graphs, or if ``generate`` is given a
-            ``compile_config``, steps at a fixed capacity are compiled, as with ``StaticCache``. Compiled steps ignore
-            masks: only the prompt's padding stays hidden.
+            environment variable HFKVQ_GRAPHS (1 or 0), or True. Without graphs, steps at a fixed capacity are compiled,
+            as with ``StaticCache``. Compiled steps ignore masks: only the prompt's padding stays hidden.
         headroom: share by which buffers of steps exceed what a growing cache holds: at most 4,096 tokens, and at least
             128 where steps are captured, else a page. 0 stands for a page in either case.
         offloading: whether pages are kept in the host's memory, where the GPU reads them over the bus; sinks, newest
@@ -80,7 +81,7 @@ class MixedKVCache(SavedCache, Cache):
         attach: whether to switch the attention implementation.
         debug: refuse keys and values that are not finite or that pages cannot hold, and check the cache's consistency
             before each forward. Steps are not captured then.
-        **knobs: options of the scheme: ``MixedKVCache(model.config, "kitty", boost_ratio=0.2)``.
+        **knobs: options of the scheme: ``MixedKVCache(model, "kitty", boost_ratio=0.2)``.
 
     Raises:
         ValueError: unknown scheme, knob or layer, a head dim that the scheme cannot hold, a model without attention
@@ -120,9 +121,9 @@ class MixedKVCache(SavedCache, Cache):
         # Configs of encoder-decoders are copies (`get_text_config`), at which no module looks.
         self._crosses = config.is_encoder_decoder or text.is_encoder_decoder
         self._attachable = not self._crosses and is_attachable(text)
-        attach, follows = attach and self._attachable, attach and not self._attachable
+        attach, own = attach and self._attachable, attach and not self._attachable
         name = type(config).__name__
-        made = build_layers(text, self.preset, max_cache_len, wanted(graphs), attach, debug, name, offloading, follows)
+        made = build_layers(text, self.preset, max_cache_len, wanted(graphs), attach, debug, name, offloading, own)
         super().__init__(layers=made.layers)
         self._compressed, self._recordable, self._flex = made.compressed, made.sync is not None, False
         self.config, self._capacity, self._debug = text, max_cache_len, debug
@@ -132,29 +133,51 @@ class MixedKVCache(SavedCache, Cache):
         held = {i: made.layers[i] for i in made.compressed}
         mixing = layers_that_mix({i: x.scheme for i, x in held.items() if not x.holds_latents}, head_dim_of(text))
         self._rounding = tuple(i for i, x in held.items() if x.smooths or i in mixing)
-        self._model = weakref.ref(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
+        self._model: weakref.ref[torch.nn.Module] | None = None
+        self._updated = -1
         self.graphs: StepGraphs | None = None
         if made.sync is not None:
             made.sync.headroom = headroom
         if made.captured and made.sync is not None:
             self.graphs = StepGraphs(self, self.preset, made.sync)
-            if isinstance(model_or_config, torch.nn.Module):
-                intercept(model_or_config)
-        # Whose modules are still to pass latents on; a model that is known need not be looked for.
-        self._expanding = any(layer.latents for layer in self.compressed_layers)
         if attach and made.compressed:  # Else masks, too, stay as the model makes them: Moshi's do not slide.
             switch(text, self)
-            if isinstance(model_or_config, torch.nn.Module):
-                _pass_over(self, model_or_config)
+        if isinstance(model_or_config, torch.nn.Module):
+            self._meet(model_or_config)
 
-    def attach(self) -> None:
-        """Switches the config's attention implementation to "hfkvq", as the constructor does unless told otherwise.
+    def attach(self, model: torch.nn.Module | None = None) -> None:
+        """Shows the cache its model, and switches attention to "hfkvq", as the constructor does with a model.
 
-        Does nothing for models that need their own implementation (Falcon, for example).
+        A cache made from a config, or loaded with pickle, needs it. Attention is not switched for models that look no
+        implementation up (Falcon, for example).
+
+        Args:
+            model: the model that is called with this cache; None for the one that the cache knows.
+
+        Raises:
+            ValueError: a model of another config than the cache was made for.
         """
-        if self._attachable:
+        if model is not None:
+            text = text_config(model.config)  # type: ignore[arg-type]
+            if config_hash(text) != self.architecture()["config"]:
+                raise ValueError(
+                    f"model: got a {type(model).__name__} of another config than the cache was made for; make a cache "
+                    "for this model."
+                )
+            self.config = text
+        if self._attachable and self._compressed:
             switch(self.config, self)
-            self._expanding = any(layer.latents for layer in self.compressed_layers)
+        model = self._model() if model is None and self._model is not None else model
+        if model is not None:
+            self._meet(model)
+
+    def _meet(self, model: torch.nn.Module) -> None:
+        """Takes note of the model that is called with this cache."""
+        self._model = weakref.ref(model)
+        if self.graphs is not None:
+            intercept(model)
+        if self.attached and any(layer.latents for layer in self.compressed_layers):
+            pass_over(model, self.config)
 
     def detach(self) -> None:
         """Restores the config's own attention implementation; the cache goes on working, intercepted."""
@@ -178,18 +201,20 @@ class MixedKVCache(SavedCache, Cache):
         if self._why_not_captured is not None and key_states.is_cuda and key_states.shape[2] == 1:
             why, self._why_not_captured = self._why_not_captured, None
             say_once(f"{self.preset.scheme.name}: steps are not captured, since {why}; they run without graphs.")
+        if self._crosses and layer_idx == self._updated and len(self.layers) > 1:
+            raise _refuse_bare(self)
         if layer_idx == self._first:
             self._check_even()
-            if self._expanding and self.attached:
-                _pass_over(self, calling_model(self.config))
         if layer_idx == max(self._first, 0):
             self._before_first_layer(key_states)
         try:
             _check_layer(self, layer_idx)
+            self._updated = layer_idx
             found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             # A compiler makes its kernels, and cannot follow handles.
             return tuple(map(dense_of, found)) if self._flex else found
         except ValueError:
+            self._updated = -1
             _take_back(self, layer_idx, key_states.shape[2])
             raise
 
@@ -199,7 +224,6 @@ class MixedKVCache(SavedCache, Cache):
         if not any(not layer.seen and layer.smoothing is None for layer in layers.values()):
             return
         model = None if self._model is None else self._model()
-        model = calling_model(self.config) if model is None else model
         found = {} if model is None else measure(model, self.config)
         for i, layer in layers.items():
             if layer.smooths and not layer.seen and layer.smoothing is None:
@@ -212,16 +236,13 @@ class MixedKVCache(SavedCache, Cache):
             warn_of_noise(self.preset.scheme.name, schemes, model, self.config)
 
     def _before_first_layer(self, key_states: torch.Tensor) -> None:
-        if self._crosses:
-            refuse_bare(self)
         self._find_smoothing()
+        _warn_of_unknown_model(self, key_states.device)
         if isinstance(self.scheme, EvictionScheme) and not seen_by(self.layers[max(self._first, 0)]):
             warn_of_loss(self.scheme, key_states.shape[2], len(self.layers))
         self._flex = self.config._attn_implementation_internal == "flex_attention"
-        if self.graphs is not None:
-            self.graphs.meet(self.config)
-            if self.compressed_layers[0].store is None:
-                self.graphs.before_prompt(key_states)
+        if self.graphs is not None and self.compressed_layers[0].store is None:
+            self.graphs.before_prompt(key_states)
         if key_states.is_cuda and self._compressed:
             kernels = key_states.device, self.compressed_layers[0].record_past
             if self._compiled != kernels:
@@ -242,6 +263,7 @@ class MixedKVCache(SavedCache, Cache):
         `between_steps` for it.
         """
         if not is_recorded():
+            self._updated = -1
             self._find_smoothing()
             self.between_steps(query_length)
             if self._is_recordable(layer_idx) and not self.attached:
@@ -255,18 +277,16 @@ class MixedKVCache(SavedCache, Cache):
 
     @property
     def attached(self) -> bool:
-        """Whether attention is "hfkvq"; a cache from a file takes it to be until it meets its model."""
-        unknown = type(self.config) is PreTrainedConfig and not _met_model(self)
-        return unknown or self.config._attn_implementation_internal == NAME
+        """Whether attention is "hfkvq"; not for a cache from a pickle before `attach` shows it its model."""
+        return self.config._attn_implementation_internal == NAME
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether `generate` may compile steps: see ``graphs`` and ``max_cache_len``."""
-        # Graphs ask, and the compiler of PyTorch 2.11 follows neither `super()` to a property nor `bool`.
-        can = len(self.layers) > 0 and all(layer.is_compileable for layer in self.layers) and self.attached
-        if not can or self.graphs is None or torch.compiler.is_compiling():
-            return can
-        return self.graphs.ask_for_compiling()
+        """Whether `generate` may compile steps: at a fixed capacity, unless ``graphs`` has them captured."""
+        if self.graphs is not None and not torch.compiler.is_compiling():
+            return False
+        # The compiler of PyTorch 2.11 follows neither `super()` to a property nor `bool`.
+        return len(self.layers) > 0 and all(layer.is_compileable for layer in self.layers) and self.attached
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Column of the coming forward's first query; on the device for layers of fixed capacity."""
@@ -280,9 +300,6 @@ class MixedKVCache(SavedCache, Cache):
         Raises:
             ValueError: layers of fixed capacity that Transformers makes hold tokens already; they take none back.
         """
-        draft = None if self.graphs is None else draft_of_caller()
-        if draft is not None and next(draft.parameters()).device.type in RECORDERS:
-            _capture_draft(draft)
         stock = [i for i, layer in enumerate(self.layers) if hasattr(layer, "max_cache_len")]
         if any(getattr(self.layers[i], "is_initialized", False) for i in stock):
             raise ValueError(
@@ -317,7 +334,7 @@ class MixedKVCache(SavedCache, Cache):
     def step(self, model: torch.nn.Module, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         """One step of the model with this cache, for loops of your own; captured and replayed like those of `generate`.
 
-        ``model(input_ids, past_key_values=cache)`` does the same once the model has been used with such a cache.
+        ``model(input_ids, past_key_values=cache)`` does the same with the cache's own model.
 
         Args:
             model: the model.
@@ -327,8 +344,8 @@ class MixedKVCache(SavedCache, Cache):
         Returns:
             What the model returns; its tensors are the caller's own.
         """
-        if self.graphs is not None:
-            intercept(model)
+        if self._model is None or self._model() is not model:
+            self._meet(model)
         with torch.no_grad():
             return model(input_ids=input_ids, past_key_values=self, use_cache=True, **kwargs)
 
@@ -364,25 +381,39 @@ class MixedKVCache(SavedCache, Cache):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a saved cache; an empty stand-in takes the config's place, and `detach` has nothing to undo."""
         self.__dict__.update(state, config=PreTrainedConfig(), _model=None)
-        self._expanding = any(layer.latents for layer in self.compressed_layers)
         self.graphs = _graphs_of(self) if state["graphs"] else None
         register()
 
 
-def _pass_over(cache: MixedKVCache, model: torch.nn.Module | None) -> None:
-    """Lets a model's modules pass latents on to attention, once it is known; see `hfkvq.caches.latents`."""
-    if cache._expanding and model is not None:
-        pass_over(model, cache.config)
-        cache._expanding = False
+def _warn_of_unknown_model(cache: MixedKVCache, device: torch.device) -> None:
+    """Says once what is lost where the model that calls is not the one that the cache knows."""
+    model = None if cache._model is None else cache._model()
+    # The user has compiled a model that has another replacement of its call.
+    bypassed = model is None or (isinstance(model._compiled_call_impl, CallInterceptor) and not is_inside_call())
+    lost = []
+    if cache.graphs is not None and device.type in RECORDERS and bypassed:
+        lost.append("steps are not captured")
+    if model is None and cache.attached and any(layer.latents for layer in cache.compressed_layers):
+        lost.append("latents are dequantized in each step")
+    if model is None and any(layer.smooths_by_prompt for layer in cache.compressed_layers):
+        lost.append("keys are smoothed by the first prompt's")
+    if lost:
+        name = type(cache).__name__
+        say_once(
+            f"{name}: the cache does not know the model that calls it, so {' and '.join(lost)}; make it with "
+            f"{name}(model, ...), or call cache.attach(model)."
+        )
 
 
-def _met_model(cache: MixedKVCache) -> bool:
-    """Whether a model calls that a cache from a file can belong to; it is the cache's then."""
-    model: Any = None if is_recorded() else calling_model()
-    if model is not None:
-        cache.config = text_config(model.config)
-        join(cache.config, cache)
-    return model is not None
+def _refuse_bare(cache: MixedKVCache) -> ValueError:
+    """Takes the tokens of this forward out again; the error to raise."""
+    cache._updated = -1
+    cache.level_pages()
+    name = type(cache).__name__
+    return ValueError(
+        f"past_key_values: got a bare {name}, but cross-attention needs a cache of its own; pass "
+        f"EncoderDecoderCache({name}(model, ...), DynamicCache()), both of them from transformers."
+    )
 
 
 def _check_layer(cache: MixedKVCache, layer_idx: int) -> None:
@@ -410,25 +441,3 @@ def _graphs_of(cache: MixedKVCache) -> StepGraphs:
     sync = cache._sync
     assert sync is not None, "steps were captured"
     return StepGraphs(cache, cache.preset, sync)
-
-
-def _capture_draft(draft: torch.nn.Module) -> None:
-    """Lets a draft model's steps be captured too, over 16-bit pages: they take most of assisted decoding's time."""
-    interceptor, reference = intercept(draft), weakref.ref(draft)
-
-    def make() -> MixedKVCache:
-        cache = MixedKVCache(reference(), "full")
-        # What is drafted is taken back.
-        cache.activate_past_recording()
-        return cache
-
-    try:
-        make()
-    except ValueError:
-        # A model whose layers no scheme of ours holds.
-        return
-    if interceptor is not None:
-        # The one that `generate` has made: it goes on with what the model returns.
-        interceptor.give_draft_cache(
-            lambda own: make() if type(own) is DynamicCache and not own.get_seq_length() else own
-        )

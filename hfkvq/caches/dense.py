@@ -2,6 +2,10 @@
 
 Stock sdpa where it has every argument; else the modeling file's own eager attention, or, of a prompt that is an
 operation of a compiled model and knows no module, a few queries at a time.
+
+Causal prompts behind a context get no mask where flash attention takes them: a mask of Q x T columns would rule out the
+fastest kernels, and query heads that share keys would each get a copy of them. Queries are rotated instead of the
+context.
 """
 
 from __future__ import annotations
@@ -12,12 +16,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hfkvq import kernels
 from hfkvq.kernels.arguments import AttentionArguments
 
-from .behind import attend_behind, is_plain, takes
+from .store import MAX_STEP, SIDES, KVStore
 
 _CHUNK = 512
 """Queries whose logits are held at a time, where PyTorch's own attention lacks an argument."""
@@ -49,6 +57,72 @@ class _WithoutCudnn:
 WITHOUT_CUDNN = _WithoutCudnn()
 
 
+def is_plain(arguments: AttentionArguments, columns: int, dropout: float, given: dict[str, Any]) -> bool:
+    """Whether a call is causal, aligned to the newest token, and nothing else; ``given`` is what the model adds."""
+    if arguments.mask is not None or not arguments.causal or arguments.softcap or dropout:
+        return False
+    names = ("softcap", "s_aux", "sinks", "position_bias")
+    if arguments.sinks is not None or arguments.bias is not None or any(given.get(name) is not None for name in names):
+        return False
+    return not given.get("output_attentions") and (given.get("sliding_window") or columns) >= columns
+
+
+def takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether `lower_right` takes these without a mask: flash attention does, and none of them gets a gradient."""
+    if not query.is_cuda or (torch.is_grad_enabled() and any(x.requires_grad for x in (query, keys, values))):
+        return False
+    dim = query.shape[3]
+    asked = SDPAParams(query, keys, values, None, 0.0, False, True)
+    return values.shape[3] == dim and dim % 8 == 0 and can_use_flash_attention(asked)
+
+
+def lower_right(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """Causal attention (B, Hq, Q, D) of the newest Q tokens of dense keys and values (B, H, T, D)."""
+    bias = causal_lower_right(query.shape[2], keys.shape[2])
+    return F.scaled_dot_product_attention(query, keys, values, bias, scale=scaling, enable_gqa=True)  # type: ignore[arg-type]
+
+
+def attend_layer(layer: Any, query: Tensor, arguments: AttentionArguments) -> Tensor | None:
+    """Attention of a prompt that a layer has been given, behind what it holds; of `is_plain` calls.
+
+    Args:
+        layer: of the cache, that has been updated and has begun.
+        query: (B, Hq, Q, D), after RoPE.
+        arguments: of the call.
+
+    Returns:
+        (B, Hq, Q, D); None where there is nothing before, or where it has to go another way.
+    """
+    new, tokens = layer.staged, layer.staged_length
+    before = layer.columns - tokens
+    if new is None or not before or tokens <= MAX_STEP or query.shape[2] != tokens:
+        return None
+    if layer.window or layer.latents or layer.evicted or not takes(query, *new):
+        return None
+    if layer.buffer is not None:
+        layer.buffer.close()
+    return attend_store(layer.held(), layer.smoothed_query(query), new, before, arguments.scaling)
+
+
+def attend_store(store: KVStore, query: Tensor, new: tuple[Tensor, Tensor], columns: int, scaling: float) -> Tensor:
+    """Attention of the newest tokens over a store's ``columns``, which are dequantized for it, and themselves.
+
+    Args:
+        store: of the tokens before.
+        query: (B, Hq, Q, D), of the newest Q tokens.
+        new: keys and values (B, H, Q, D) of these tokens, not rotated.
+        columns: tokens before.
+        scaling: factor on the logits.
+
+    Returns:
+        (B, Hq, Q, D).
+    """
+    form, total = store.format, columns + query.shape[2]
+    keys, values = (store.dense_before(x, side, total, back=False) for side, x in zip(SIDES, new, strict=True))
+    out = lower_right(kernels.hadamard(query, form.rotate_keys), keys, values, scaling)
+    return kernels.hadamard(out, form.rotate_values, back=True)
+
+
 def dense_attention(
     module: Any,
     query: Tensor,
@@ -75,7 +149,7 @@ def dense_attention(
     queries, columns, mask, causal = query.shape[2], keys.shape[2], arguments.mask, arguments.causal
     if mask is None and 1 < queries < columns and causal:
         if is_plain(arguments, columns, dropout, kwargs) and takes(query, keys, values):
-            return attend_behind(query, keys, values, arguments.scaling).transpose(1, 2), None
+            return lower_right(query, keys, values, arguments.scaling).transpose(1, 2), None
         # Without a mask stock sdpa would align the triangle to the upper left.
         mask = _triangle(query, columns)
         window = kwargs.get("sliding_window")

@@ -20,12 +20,10 @@ from torch.nn.modules import module as torch_module
 
 from hfkvq.kernels.step import MAX_STEP
 
-from .callers import asked_to_compile, calling_model
 from .capture import RECORDERS
-from .layers.base import ROLLBACK, LayerBase
-from .layers.followed import MASK_SIZES_BIAS
+from .layers.base import ROLLBACK
 from .layers.group import DeviceSync
-from .model_calls import CallInterceptor, forward_parameters, inside_call, intercept, is_inside_call
+from .model_calls import CallInterceptor, forward_parameters, inside_call
 from .once import say_once
 from .placement import BufferSet, Placement, Recording, SpareBuffers
 from .recorded import recording
@@ -83,7 +81,6 @@ class StepGraphs:
         sync.captured = True
         # Of the last capture that has failed.
         self._why = ""
-        self.compiles = False
         self._failed: dict[Any, str] = {}
         self._preset = repr(preset)
         offloaded = [member.layer.offloaded for member in sync.members]
@@ -93,35 +90,13 @@ class StepGraphs:
             release = weakref.finalize(cache, Placement.release, self.placement)
             release.atexit = False
 
-    # Who calls.
-
-    def ask_for_compiling(self) -> bool:
-        """Whether the `generate` that looks for something to compile was told to by its ``compile_config``."""
-        asked = asked_to_compile()
-        if asked is not None:
-            self.compiles, self.sync.captured = asked, not asked
-            if asked:
-                say_once(
-                    "compile_config: steps are compiled as asked. That takes a minute at most for each batch size "
-                    "and capacity; then a step of an 8B model takes 5.6 ms on an H200. Without compile_config, steps "
-                    "are captured as CUDA graphs: that takes 0.1 s, and a step 7.9 ms."
-                )
-        return self.compiles
-
-    def meet(self, config: Any) -> None:
-        """Finds the model that is being called, which a cache made from a config does not know."""
-        if not is_inside_call():
-            model = calling_model(config)
-            if model is not None:
-                intercept(model)
-
     # A call of the model.
 
     def call(self, model: Any, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's call: replayed, captured, or as it is."""
         cache = kwargs["past_key_values"]
         self.placement.states.check()
-        step = self._read(model, args, kwargs, cache.attached or bool(self.sync.first.layer.follows))
+        step = self._read(model, args, kwargs, cache.attached)
         if isinstance(step, str):
             say_once(f"{type(model).__name__}: steps are not captured, since {step}; they run without graphs.")
         if isinstance(step, Step):
@@ -156,8 +131,6 @@ class StepGraphs:
             return states.reason
         if not cache_attached:
             return None
-        if tokens > 1 and first.follows:
-            return "the model itself adds masks to steps of several tokens" if first.record_past else None
         if tokens > 1 and any(steps.most_tokens() < tokens for steps in sync.members):
             if first.record_past:
                 return "a budget of tokens is judged by the query of a step of one token"
@@ -219,7 +192,7 @@ class StepGraphs:
                 return False, None
             if step.mask.shape[0] != first.batch_size:
                 return False, None
-        tensors = _with_mask(step, masked, buffers, self.sync.first.layer)
+        tensors = _with_mask(step, masked, buffers)
         key = (*kind, masked)
         recorded = buffers.recordings.get(key)
         if recorded is not None and recorded.model() is model and recorded.fingerprint == interceptor.fingerprint():
@@ -360,15 +333,11 @@ class StepGraphs:
         return True
 
 
-def _with_mask(step: Step, masked: bool, buffers: BufferSet, first: LayerBase) -> dict[str, Tensor]:
+def _with_mask(step: Step, masked: bool, buffers: BufferSet) -> dict[str, Tensor]:
     """A step's tensors with a padding mask for all columns, where it needs one."""
-    if masked and step.mask is not None:
-        wide = torch.nn.functional.pad(step.mask, (0, buffers.room - step.mask.shape[1]))
-    elif first.follows in MASK_SIZES_BIAS:
-        wide = buffers.all_shown(first.batch_size)
-    else:
+    if not masked or step.mask is None:
         return dict(step.tensors)
-    return step.tensors | {"attention_mask": wide}
+    return step.tensors | {"attention_mask": torch.nn.functional.pad(step.mask, (0, buffers.room - step.mask.shape[1]))}
 
 
 def _shapes(tensors: dict[str, Tensor]) -> tuple[Any, ...]:

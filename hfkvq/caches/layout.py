@@ -26,15 +26,12 @@ class SideLayout:
         rotate: Hadamard block, 0 for none.
         signs: seed of the random signs that channels have before they are rotated, 0 for none.
         balance: how `kernels.page_norms` balances pages of normed formats.
-        clip: vectors are clipped, when they are sealed, at the entry of this rank among their magnitudes, as a share of
-            the dimension; 1 clips nothing.
     """
 
     formats: tuple[PageFormat, ...]
     local: int = 0
     unit: int = 1
     rotate: int = 0
-    clip: float = 1.0
     balance: Balance = BALANCE
     signs: int = 0
 

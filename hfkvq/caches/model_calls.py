@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from .callers import is_drafting
-
 # What PEFT's layers say of their adapters.
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters")
 
@@ -42,7 +40,7 @@ class CallInterceptor:
         self._hooks: list[Any] = []
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._adapters: list[weakref.ref[Any]] = []
-        self._draft_cache: Callable[[Any], Any] | None = None
+        self._replaced: Callable[[Any], Any] | None = None
         # Steps that have been captured: all that they launch is loaded.
         self.captured: set[Any] = set()
 
@@ -52,14 +50,14 @@ class CallInterceptor:
         if torch.compiler.is_compiling() or _THREAD.inside:
             return model._call_impl(*args, **kwargs)
         cache = kwargs.get("past_key_values")
-        if self._draft_cache is not None and cache is not None and is_drafting():
-            kwargs["past_key_values"] = cache = self._draft_cache(cache)
+        if self._replaced is not None and cache is not None:
+            kwargs["past_key_values"] = cache = self._replaced(cache)
         graphs = getattr(cache, "graphs", None)
         return model._call_impl(*args, **kwargs) if graphs is None else graphs.call(model, self, args, kwargs)
 
-    def give_draft_cache(self, choose: Callable[[Any], Any]) -> None:
-        """Where this model drafts for another one, it is given what ``choose`` makes of its cache."""
-        self._draft_cache = choose
+    def replace_caches(self, replaced: Callable[[Any], Any] | None) -> None:
+        """Passes each cache that the model is given through a function; None for through none."""
+        self._replaced = replaced
 
     def check_hooks(self) -> str | None:
         """Notes what `fingerprint` watches; says why a hook keeps the model from being captured, or None."""
@@ -117,6 +115,10 @@ def is_known(hook: Any) -> bool:
 
 def intercept(model: torch.nn.Module) -> CallInterceptor | None:
     """The model's interceptor, made if there is none; None for a model that its user has compiled."""
+    # PEFT's models call the model within them by its forward, and its generate calls that model.
+    inner = getattr(model, "get_base_model", None)
+    if inner is not None:
+        intercept(inner())
     interceptor = model._compiled_call_impl
     if interceptor is None:
         interceptor = CallInterceptor(model)

@@ -1,47 +1,27 @@
-"""What caches named after papers have in common: `MixedKVCache` with the scheme fixed and its knobs as arguments."""
+"""Caches named after papers: `MixedKVCache` with the preset fixed.
+
+Knobs are keyword arguments, as of `MixedKVCache`: ``hfkvq schemes kitty`` lists them, and the dataclass of the scheme
+types them: ``MixedKVCache(model, schemes.Kitty(boost_ratio=0.2))`` is ``KittyCache(model, boost_ratio=0.2)``.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import textwrap
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from .cache import DEFAULT_SCHEME, MixedKVCache
-from .knob_texts import allowed_words, default_words, knob_texts
+from .cache import MixedKVCache
 from .preset import Preset
-from .registry import entry_of, in_order
-from .scheme import Scheme, get_scheme
+from .scheme import get_scheme
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class CacheOptions(TypedDict, total=False):
-    """Arguments of every cache beside the knobs of its scheme; `MixedKVCache` tells what they are."""
-
-    layers: Mapping[str | int, Any] | None
-    max_cache_len: int | None
-    graphs: bool | None
-    headroom: float
-    offloading: bool | int
-    attach: bool
-    debug: bool
-
-
-OPTIONS = tuple(CacheOptions.__annotations__)
-
-
 class NamedCache(MixedKVCache):
-    """`MixedKVCache` of the scheme ``preset_name``, with all of its knobs as arguments.
-
-    A derived class names its scheme and writes the knobs into its signature; here its docstring gets what the scheme
-    says of them.
+    """`MixedKVCache` of the preset ``preset_name``.
 
     Args:
         model_or_config: the model, or its config.
-        **given: fields of the scheme, and the arguments of `MixedKVCache`.
+        **given: knobs of the scheme, and further arguments of `MixedKVCache`.
 
     Raises:
         ValueError: unknown knob or one out of range; see `MixedKVCache`.
@@ -49,16 +29,8 @@ class NamedCache(MixedKVCache):
 
     preset_name: ClassVar[str]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Completes the docstring by the knobs and presets of the scheme."""
-        super().__init_subclass__(**kwargs)
-        # Python drops docstrings where it is told to.
-        if cls.__doc__ and "preset_name" in vars(cls):
-            cls.__doc__ = complete_docstring(cls.__doc__, entry_of(cls.preset_name)[0])
-
     def __init__(self, model_or_config: Any, **given: Any) -> None:
-        options = {name: given.pop(name) for name in OPTIONS if name in given}
-        super().__init__(model_or_config, get_scheme(self.preset_name, **given), **options)
+        super().__init__(model_or_config, self.preset_name, **given)
 
     @classmethod
     def of_preset(cls, model_or_config: Any, preset: Preset, **options: Any) -> Self:
@@ -69,35 +41,114 @@ class NamedCache(MixedKVCache):
         return cls(model_or_config, layers=dict(preset.layers), **knobs, **options)
 
 
-def own_knobs(names: Mapping[str, Any]) -> dict[str, Any]:
-    """The knobs among the local names of a constructor that does nothing before."""
-    return {name: x for name, x in names.items() if name not in ("self", "model_or_config", "options", "__class__")}
+class KittyCache(NamedCache):
+    """`MixedKVCache` with the Kitty scheme: 2-bit pages whose strongest key channels get 4 bits.
+
+    ``KittyCache(model)`` is the paper's Kitty (preset ``kitty``); ``boost_ratio=0.25`` makes it Kitty-Pro. The
+    default preset of ``MixedKVCache(model)`` is another one, ``best-3.4``, with further options of this scheme.
+    """
+
+    preset_name = "kitty"
 
 
-def complete_docstring(doc: str, scheme: type[Scheme]) -> str:
-    """A docstring with the presets of a scheme, and each of its knobs that it does not tell of itself."""
-    head, _, raises = inspect.cleandoc(doc).partition("\nRaises:\n")
-    about, _, arguments = head.partition("\nArgs:\n")
-    lines = [arguments.rstrip() or "    model_or_config: the model, or its config."]
-    fields = {field.name: field for field in dataclasses.fields(scheme)}
-    for name, text in knob_texts(scheme).items():
-        if f"    {name}:" not in arguments:
-            words = f"{name}: {text.rstrip('.')}. Default {default_words(fields[name])}"
-            allowed = allowed_words(fields[name])
-            words += f"; allowed {allowed}." if allowed else "."
-            lines += textwrap.wrap(words, 112, initial_indent="    ", subsequent_indent="        ")
-    lines.append(f"    **options: {', '.join(OPTIONS)}; see `MixedKVCache`.")
-    refused = raises or "    ValueError: unknown knob or one out of range; see `MixedKVCache`."
-    parts = [about.rstrip(), _preset_words(scheme), "Args:\n" + "\n".join(lines), "Raises:\n" + refused]
-    return "\n\n".join(part for part in parts if part)
+class KIVICache(NamedCache):
+    """`MixedKVCache` with the KIVI scheme: keys per channel, values per token, in 2 or 4 bits.
+
+    ``KIVICache(model)`` is the paper's 2 bits, ``KIVICache(model, bits=4)`` its 4.
+    """
+
+    preset_name = "kivi"
 
 
-def _preset_words(scheme: type[Scheme]) -> str:
-    """The presets of a scheme, and which of them is the default of `MixedKVCache`."""
-    found = []
-    for name in in_order():
-        cls, entry = entry_of(name)
-        if cls is scheme and entry.knobs:
-            default = " (the default of `MixedKVCache`)" if name == DEFAULT_SCHEME else ""
-            found.append(f"``{name}`` is {', '.join(f'{knob}={x!r}' for knob, x in entry.knobs.items())}{default}")
-    return "\n".join(textwrap.wrap(f"Presets: {'; '.join(found)}.", 112)) if found else ""
+class MixKVQCache(NamedCache):
+    """`MixedKVCache` with the MixKVQ scheme: key channels in 2, 4 or 16 bits, by their error as queries see it.
+
+    ``MixKVQCache(model)`` fills the room of each page with its most salient channels;
+    ``MixKVQCache(model, select="thresholds", tau_bf16=1.44, tau_int4=0.79)`` raises by the paper's thresholds.
+    """
+
+    preset_name = "mixkvq"
+
+
+class SawInt4Cache(NamedCache):
+    """`MixedKVCache` with the SAW-INT4 scheme: token-wise INT4 after a Hadamard rotation.
+
+    ``SawInt4Cache(model)`` rotates keys in blocks of up to 128; ``rotate="both"`` rotates values too.
+    """
+
+    preset_name = "saw-int4"
+
+
+class KVarNCache(NamedCache):
+    """`MixedKVCache` with the KVarN scheme: keys and values rotated, tokens and channels balanced; keys in 4 bits.
+
+    ``KVarNCache(model, value_bits=4)`` is ``kvarn-k4v4``, the closest to bf16 of all measured presets.
+    """
+
+    preset_name = "kvarn"
+
+
+class LatentCache(NamedCache):
+    """`MixedKVCache` for latent attention (DeepSeek, Kimi, GLM, LongCat): latents in 4 or 8 bits, beside rotary parts.
+
+    ``LatentCache(model)`` is ``latent-4``, ``LatentCache(model, bits=8, rope_bits=16)`` is ``latent-8``.
+    """
+
+    preset_name = "latent-4"
+
+
+class FullCache(NamedCache):
+    """`MixedKVCache` with pages of the model's own dtype: the control, which differs from bf16 only by rounding."""
+
+    preset_name = "full"
+
+
+class ARKVCache(NamedCache):
+    """`MixedKVCache` with the ARKV scheme: the best tokens in 16 bits, the next in fp8, the others evicted.
+
+    ``ARKVCache(model, budget_tokens=512)`` keeps at most 512 tokens in each KV head of each layer;
+    ``budget_bytes=...`` counts bytes instead, so that few bits make room for more tokens. Layers share what they learn
+    from a prompt: how many tokens one keeps whole depends on how its attention compares with that of the others.
+    `get_seq_length` counts tokens seen; `memory` shows what is stored.
+    """
+
+    preset_name = "arkv"
+
+
+class SnapKVCache(NamedCache):
+    """`MixedKVCache` that evicts as SnapKV does: it keeps the tokens of a prompt that its last queries attend to.
+
+    ``SnapKVCache(model, budget_tokens=1024, pages="kitty-pro")`` stores the kept tokens in Kitty-Pro's pages.
+    """
+
+    preset_name = "snapkv"
+
+
+class PyramidKVCache(NamedCache):
+    """`MixedKVCache` that evicts as PyramidKV does: SnapKV's tokens, more of them in lower layers."""
+
+    preset_name = "pyramidkv"
+
+
+class H2OCache(NamedCache):
+    """`MixedKVCache` that evicts as H2O does: it keeps the newest tokens, and those attended to most so far."""
+
+    preset_name = "h2o"
+
+
+class StreamingLLMCache(NamedCache):
+    """`MixedKVCache` that evicts as StreamingLLM does: it keeps the first tokens and the newest."""
+
+    preset_name = "streaming-llm"
+
+
+class TOVACache(NamedCache):
+    """`MixedKVCache` that evicts as TOVA does: it keeps the tokens that the newest query attends to."""
+
+    preset_name = "tova"
+
+
+class ExpectedAttentionCache(NamedCache):
+    """`MixedKVCache` that evicts by expected attention: it keeps what future queries are expected to attend to."""
+
+    preset_name = "expected-attention"

@@ -77,7 +77,6 @@ class BufferSet:
         # i32 (B,) in all layers, parts of the buffers.
         self.lengths = [each.state.counters[LENGTH] for each in self.allocations]
         self._visible: tuple[Any, Tensor, bool] | None = None
-        self._shown: Tensor | None = None
 
     def is_of(self, buffers: Sequence[StepBuffer]) -> bool:
         """Whether all these layers lie here."""
@@ -90,12 +89,6 @@ class BufferSet:
         alike = plan.rows == rows * plan.fold and plan.heads == heads // plan.fold and plan.key_dim == dim
         alike = alike and plan.dtype == str(keys.dtype) and tensor.device == keys.device
         return alike and tokens < self.room <= 2 * (tokens + 1) + 512 and self.last == _where(keys.device)
-
-    def all_shown(self, batch: int) -> Tensor:
-        """A padding mask, bool (B, room), that hides nothing; the same tensor every time."""
-        if self._shown is None:
-            self._shown = torch.ones((batch, self.room), dtype=torch.bool, device=self.allocations[0].tensor.device)
-        return self._shown
 
     def hides_padding_only(self, mask: Tensor, store: KVStore, edition: int) -> tuple[bool, bool]:
         """Whether a mask hides nothing but leading padding, and whether any row has such padding. Asks the device.

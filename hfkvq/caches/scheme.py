@@ -117,10 +117,10 @@ class Scheme:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the scheme must observe: a subset of {"query", "signs", "history", "tags", "turns"}.
+        """What the scheme must observe: a subset of {"query", "history", "tags", "turns"}.
 
-        Of queries, magnitudes are averaged, by which channels are weighed; with "signs" the queries themselves, by
-        which exact keys are chosen. The mean is of those since the last seal; with "history" of all since the first.
+        Of queries, magnitudes are averaged, by which channels are weighed: of those since the last seal, with
+        "history" of all since the first.
         A scheme that observes turns has ``tag_bits``, which is asked again for all cached tokens with every prompt: see
         `hfkvq.caches.store.requantize`.
         Schemes that evict say in `EvictionScheme.evidence` what they judge tokens by.
@@ -216,10 +216,7 @@ class Scheme:
 
     def seals_widely(self, layout: Layout) -> bool:
         """Whether tokens without a tag go to the last of several runs, and nothing else has to be known of them."""
-        plain = all(
-            side.clip >= 1.0 and not fmt.normed and not fmt.raised and not fmt.whole
-            for side, fmt in zip((layout.keys, layout.values), layout.store.runs[-1], strict=True)
-        )
+        plain = all(not fmt.normed and not fmt.raised and not fmt.whole for fmt in layout.store.runs[-1])
         return plain and self.untagged_is_wide
 
     def limits(self, key_dim: int, value_dim: int) -> Limits:
@@ -229,8 +226,6 @@ class Scheme:
 
     def _captured_limit(self, layout: Layout, key_dim: int) -> str | None:
         keys = layout.keys
-        if min(keys.clip, layout.values.clip) < 1:
-            return "clipped values are sorted by the host"
         if keys.formats[-1].raised and self.step_rule(key_dim) is None:
             return "this choice of raised channels is no rule that the sealing kernel knows"
         if len(keys.formats) > 1 and type(self).token_bits is not Scheme.token_bits:

@@ -7,22 +7,18 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .bit_table import BitTable
-from .callers import inputs_of_positions
 from .layers.changes import Beside
-from .named import CacheOptions, NamedCache, own_knobs
+from .named import NamedCache
 from .recorded import is_recorded
 from .store.packing import Packed
 from .tags import ImageTokens, Tagger
 from .token_record import TokenRecord
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +76,8 @@ class TriAxialCache(NamedCache):
         tagger: a `hfkvq.caches.tags.Tagger`, instead of the tokenizer's.
         table: bits of each tag: a mapping ``{"older|text|obs": 2}``, a `BitTable`, or the file of one, as ``hfkvq
             allocate`` writes it. None takes the scheme's default.
+        **given: other knobs of the scheme (``hfkvq schemes triaxial`` lists them), and further arguments of
+            `MixedKVCache`.
 
     Raises:
         ValueError: neither tokenizer nor tagger, an unknown tag, or a table of another model or chat template.
@@ -94,19 +92,8 @@ class TriAxialCache(NamedCache):
         *,
         tagger: Tagger | None = None,
         table: Table | None = None,
-        group_size: int = 32,
-        seal_unit: int = 16,
-        sink_length: int = 16,
-        local_length: int = 0,
-        page_size: int = 32,
-        requantize_on_turn_end: bool = False,
-        fit: int = 0,
-        fit_values: int = 0,
-        smooth_keys: bool = True,
-        **options: Unpack[CacheOptions],
+        **given: Any,
     ) -> None:
-        knobs = own_knobs(locals())
-        del knobs["tokenizer"], knobs["tagger"], knobs["table"]
         if tokenizer is None and tagger is None:
             raise ValueError(
                 "tokenizer: got None, but roles and turns are read from token ids; pass the model's tokenizer, or "
@@ -120,27 +107,27 @@ class TriAxialCache(NamedCache):
             table.check(config, tokenizer)
             table = table.bits
         if table is not None:
-            knobs["table"] = table
+            given["table"] = table
         if tagger is None:
             tagger = Tagger.from_tokenizer(tokenizer, config=config)
-        super().__init__(model_or_config, **knobs, **options)
+        super().__init__(model_or_config, **given)
         needs = [layer.scheme.needs for layer in self.compressed_layers]
         self.tokens = TokenRecord(tagger, any("turns" in own for own in needs), sum("tags" in own for own in needs))
         for layer in self.compressed_layers:
             if layer.tags is not None:
                 layer.tags.record = self.tokens
         self._warned = False
-        self._model: weakref.ref[torch.nn.Module] | None = None
-        if isinstance(model_or_config, torch.nn.Module):
-            self.watch(model_or_config)
 
-    def watch(self, model: torch.nn.Module) -> None:
+    def _meet(self, model: torch.nn.Module) -> None:
         """Reads the token ids of the model's forwards from now on, those that are given this cache.
 
-        The constructor does this with the model that it is given; a cache that was loaded from a file needs it again.
         Neither keeps the other alive.
         """
-        self._model = weakref.ref(model)
+        if self._model is None or self._model() is not model:
+            self._watch(model)
+        super()._meet(model)
+
+    def _watch(self, model: torch.nn.Module) -> None:
         handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
         weakref.finalize(self, handle.remove)
 
@@ -148,19 +135,6 @@ class TriAxialCache(NamedCache):
         """See `MixedKVCache.note_step`: the ids of generated tokens, which the next prompt's tags depend on."""
         if input_ids is not None and input_ids.dim() == 2:
             self.tokens.note_step(input_ids, self.compressed_layers[0].get_seq_length())
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """See `MixedKVCache.get_seq_length`.
-
-        Raises:
-            ValueError: `generate` asks ahead of a prompt with images whose placeholders nobody has expanded. Qwen's
-                models would fail in words of their own before they are called.
-        """
-        if not torch.compiler.is_compiling():
-            given = inputs_of_positions()
-            if isinstance(given.get("input_ids"), Tensor):
-                self.images.check(given["input_ids"], given)
-        return super().get_seq_length(layer_idx)
 
     @property
     def _seen(self) -> int:
@@ -275,9 +249,5 @@ class TriAxialCache(NamedCache):
         new.tokens = copy.deepcopy(self.tokens, memo)
         model = None if self._model is None else self._model()
         if model is not None:
-            new.watch(model)
+            new._watch(model)
         return new
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but config and model."""
-        return super().__getstate__() | {"_model": None}

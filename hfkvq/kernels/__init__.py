@@ -6,7 +6,6 @@ from .dispatch import use_interpreter, use_reference
 from .due import due
 from .gather import gather_rows
 from .hadamard import hadamard
-from .join import join
 from .latent import latent_attention, store_attention
 from .moments import attention_moments
 from .norms import page_norms
@@ -29,7 +28,6 @@ __all__ = [
     "due",
     "gather_rows",
     "hadamard",
-    "join",
     "latent_attention",
     "page_norms",
     "qk_pages",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,14 +21,11 @@ Axis = Literal["channel", "token"]
 RAISED_STEP = 8
 """Room for raised channels comes in steps of eight: rows of 16 bytes, which one load takes."""
 
-MOST_EXACT = 4
-"""Most tokens of a page that are stored whole: kernels take them one by one."""
-
 SPARE = 80
 """Tokens that a layer with a window holds beyond it: sixteen of a step, and those that may be taken back."""
 
 _SPEC = re.compile(
-    r"(?P<bits>\d+)(?P<axis>[ct])(?P<group>\d+)p(?P<page>\d+)(?P<normed>n?)(f(?P<fit>\d))?(e(?P<exact>\d))?"
+    r"(?P<bits>\d+)(?P<axis>[ct])(?P<group>\d+)p(?P<page>\d+)(?P<normed>n?)(f(?P<fit>\d))?"
     r"(?P<raised>(\+\d+x\d+)*)"
 )
 
@@ -57,8 +53,6 @@ class PageFormat:
     high_index    u8 (P, H, n4), i16 if D > 256             never
     full          model dtype (P, H, G, n16)               never
     full_index    u8 (P, H, n16), i16 if D > 256            never
-    exact         model dtype (P, H, n, D)                  never
-    exact_index   u8 (P, H, n), i16 if G > 256              never
     ============  =======================================  =====================================================
 
     8-bit pages have a scale and no zero; 16-bit pages have neither. A channel raised to 4 bits keeps the lower two bits
@@ -72,7 +66,6 @@ class PageFormat:
         x = code * scale + zero                             # scale, zero repeated over the g tokens of their group
         x = x * norm[:, None]                               # of its token; per-token formats: of its channel
         x.scatter_add(channel, full_index, full)
-        x.scatter(token, exact_index, exact)                # in place of what the tokens' codes say
 
     Attributes:
         bits: width of a code: 2 or 4 (integer), 8 (fp8 e4m3) or 16 (the model's own dtype, unquantized).
@@ -86,8 +79,6 @@ class PageFormat:
         fit: how scale and zero are chosen when tokens are sealed: 0 takes the range of each group, 2, 3 or 4 what loses
             least by the sum of |error| to this power (see `hfkvq.kernels.groups`). Integer widths only. What is stored,
             and how it is read, is the same.
-        exact: n, tokens of each page and head whose keys are also stored whole (see `hfkvq.kernels.exact`). Keys of
-            integer widths, per channel and not normed, only.
     """
 
     bits: int
@@ -97,7 +88,6 @@ class PageFormat:
     raised: tuple[tuple[int, int], ...] = ()
     normed: bool = False
     fit: int = 0
-    exact: int = 0
 
     def __post_init__(self) -> None:
         """Checks the relations that the layout really requires."""
@@ -123,13 +113,6 @@ class PageFormat:
                 f"fit: got {self.fit} for {self.bits} bits and groups of {self.group_size}, allowed "
                 f"{', '.join(map(str, POWERS))}; not 0 with 2 and 4 bits only, and groups of at most {MOST}."
             )
-        plain = self.bits < 8 and self.axis == "channel" and not self.normed
-        if not 0 <= self.exact <= MOST_EXACT or (self.exact and not plain):
-            raise ValueError(
-                f"exact: got {self.exact} tokens a page of {self.bits} bits per {self.axis}"
-                f"{', normed' * self.normed}, allowed 0 to {MOST_EXACT}; not 0 with 2 and 4 bits per channel, not "
-                "normed, only."
-            )
         if self.raised and (self.axis != "channel" or self.bits not in (2, 4)):
             raise ValueError("raised: only channels of 2-bit or 4-bit per-channel pages can be raised.")
         for width, count in self.raised:
@@ -152,8 +135,8 @@ class PageFormat:
     def spec(self) -> str:
         """Short, reversible name, e.g. ``"2c128p128+4x16"``; ops take it as their static argument."""
         raised = "".join(f"+{width}x{count}" for width, count in self.raised)
-        fit, exact = f"f{self.fit}" if self.fit else "", f"e{self.exact}" if self.exact else ""
-        return f"{self.bits}{self.axis[0]}{self.group_size}p{self.page_size}{'n' * self.normed}{fit}{exact}{raised}"
+        fit = f"f{self.fit}" if self.fit else ""
+        return f"{self.bits}{self.axis[0]}{self.group_size}p{self.page_size}{'n' * self.normed}{fit}{raised}"
 
     @staticmethod
     @lru_cache(maxsize=512)
@@ -167,13 +150,7 @@ class PageFormat:
         )
         axis: Axis = "channel" if match["axis"] == "c" else "token"
         group, page = int(match["group"]), int(match["page"])
-        fit, exact = int(match["fit"] or 0), int(match["exact"] or 0)
-        return PageFormat(int(match["bits"]), axis, group, page, raised, bool(match["normed"]), fit, exact)
-
-    @cached_property
-    def coded(self) -> PageFormat:
-        """The same without exact tokens: what `seal` writes; its tensors come first."""
-        return dataclasses.replace(self, exact=0) if self.exact else self
+        return PageFormat(int(match["bits"]), axis, group, page, raised, bool(match["normed"]), int(match["fit"] or 0))
 
     @cached_property
     def whole(self) -> bool:
@@ -194,7 +171,7 @@ class PageFormat:
 
     @staticmethod
     def index_dtype(head_dim: int) -> torch.dtype:
-        """Dtype of indices of channels, or of a page's tokens: u8 while it holds them, i16 for more than 256."""
+        """Dtype of indices of channels: u8 while it holds them, i16 for more than 256."""
         return torch.uint8 if head_dim <= 256 else torch.int16
 
     @cached_property
@@ -211,8 +188,6 @@ class PageFormat:
             names += ["high", "high_index"]
         if self.raised_count(16):
             names += ["full", "full_index"]
-        if self.exact:
-            names += ["exact", "exact_index"]
         return tuple(names)
 
     def shapes(self, side: Side, heads: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
@@ -237,8 +212,6 @@ class PageFormat:
             "high_index": ((heads, room4), index),
             "full": ((heads, page, room16), None),
             "full_index": ((heads, room16), index),
-            "exact": ((heads, self.exact, head_dim), None),
-            "exact_index": ((heads, self.exact), self.index_dtype(page)),
         }
         return {name: shapes[name] for name in self.names}
 
@@ -259,7 +232,7 @@ class PageFormat:
     def code_bits(self, head_dim: int) -> float:
         """Payload bits an element: codes alone, no scale, index or window."""
         raised = sum((width - self.bits) * count for width, count in self.raised) / head_dim
-        return self.bits + raised + 16 * self.exact / self.page_size
+        return self.bits + raised
 
 
 @dataclass(frozen=True)
@@ -306,8 +279,6 @@ class StoreFormat:
                 )
             if values.raised or (values.axis == "channel" and values.bits < 16):
                 raise ValueError("values: only per-token formats without raised channels are supported.")
-            if keys.exact and len(self.runs) > 1:
-                raise ValueError(f"exact: got {keys.exact} tokens and {len(self.runs)} runs, allowed in a single one.")
         if self.latent and (len(self.runs) > 1 or any(fmt.whole for pair in self.runs for fmt in pair)):
             raise ValueError("latent: only one run of formats per token, not normed, is attended to as latents.")
 

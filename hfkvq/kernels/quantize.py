@@ -63,7 +63,6 @@ def quantize_pages(
     side: Side,
     widths: Tensor | None = None,
     norm: Tensor | None = None,
-    exact: Tensor | None = None,
 ) -> list[Tensor]:
     """Quantizes whole pages: ``code = floor((x - zero) / scale + 1/2)``, ``scale = (max - min) / (2^bits - 1)``.
 
@@ -77,8 +76,6 @@ def quantize_pages(
         widths: u8 (N, H, D), bits of each channel, one of ``fmt.bits`` and the raised widths; None raises none. More
             channels of a width than the format has room for: the first (lowest channel) ones are raised.
         norm: f16, positive, of each token (N, H, G) or channel (N, H, D), where the format is normed; None is 1.
-        exact: (N, H, n), integers: slots of the tokens that are stored whole, where the format has any; None takes the
-            first ones.
 
     Returns:
         Tensors in the order of ``fmt.names``, shaped as `PageFormat` says with P = N.
@@ -136,11 +133,6 @@ def quantize_pages(
         out["scale"], out["zero"] = scale, zero
     words = pack_words(code, fmt.bits)
     out["codes"] = words if side == "keys" else words.transpose(-1, -2)
-    if fmt.exact:
-        if exact is None:
-            exact = torch.arange(fmt.exact, device=x.device).expand(n, heads, -1)
-        out["exact"] = source.gather(2, exact.long()[..., None].expand(-1, -1, -1, head_dim))
-        out["exact_index"] = exact.to(fmt.index_dtype(page))
     return [out[name] for name in fmt.names]
 
 
@@ -178,9 +170,6 @@ def _dequantize_pages(parts: Sequence[Tensor], fmt: str, side: str, head_dim: in
         index = named["full_index"].long().clamp(max=head_dim - 1)[:, :, None, :]
         full = named["full"].float()
         x.scatter_add_(-1, index.expand_as(full), full)
-    if "exact" in named:
-        index = named["exact_index"].long().clamp(min=0, max=page - 1)[..., None].expand(-1, -1, -1, head_dim)
-        x.scatter_(2, index, named["exact"].float())
     return x
 
 

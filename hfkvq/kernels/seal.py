@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .chance import chance
 from .dispatch import call, define, triton_slot
-from .exact import keep_exact
 from .groups import F16_MAX, Groups
 from .norms import BALANCE, Balance, page_norms
 from .pages import PageFormat, Side
@@ -222,7 +221,6 @@ def seal(
     choose: str | None = None,
     q_abs: Tensor | None = None,
     norm: Tensor | None = None,
-    query: Tensor | None = None,
 ) -> None:
     """Quantizes tokens of ``source`` into pages: run token ``count[b] + j`` becomes ``source[b, :, index[b, j]]``.
 
@@ -244,8 +242,6 @@ def seal(
         choose: rule by which the raised channels of each page are chosen, instead of ``widths``: see `channel_widths`.
         q_abs: f32 (B, H, D), factor of each channel's score under ``choose``, or None.
         norm: f16 (B, H, m/G, G or D), factors of each new page of a normed format (see `page_norms`); None is 1.
-        query: f32 (B, H, D), mean of the queries by which exact keys are chosen, where the format has any (see
-            `hfkvq.kernels.exact`); None takes the first of each page.
 
     Raises:
         ValueError: an unknown rule, a rule and widths, or factors for a format that has none.
@@ -256,9 +252,6 @@ def seal(
         raise ValueError("choose: got a rule and widths; pass one of them.")
     if norm is not None and not fmt.normed:
         raise ValueError(f"norm: got factors for pages of format {fmt.spec}, which is not normed; pass None.")
-    if fmt.exact:
-        keep_exact(parts[-2:], table, count, new, source, index, query, fmt.page_size)
-        parts, fmt = parts[:-2], fmt.coded
     call(
         _seal, source, list(parts), table, count, new, source, index, widths, fmt.spec, side, choose or "", q_abs, norm
     )
@@ -278,7 +271,7 @@ def seal_side(
     balance: Balance = BALANCE,
     widths: Tensor | None = None,
 ) -> None:
-    """Seals tokens of one side of a layer: balances normed pages, raises channels, keeps exact keys, then `seal`.
+    """Seals tokens of one side of a layer: balances normed pages, raises channels, then `seal`.
 
     All of the library's pages are written here. The first arguments are those of `seal`.
 
@@ -293,12 +286,10 @@ def seal_side(
         side: "keys" or "values".
         rule: rule by which raised channels are chosen, see `channel_widths`; "" or None for none. Formats without
             raised channels ignore it.
-        query: f32 (B, H, D), mean of the queries: exact keys are chosen by it where the format has any, and else it
-            weighs channels under ``rule``. None chooses and weighs by keys alone.
+        query: f32 (B, H, D), mean magnitudes of queries, which weigh channels under ``rule``; None for keys alone.
         balance: how normed pages are balanced, see `page_norms`.
         widths: u8 (B, H, m/G, D), bits of each channel, instead of a rule.
     """
     norm = page_norms(source, index, fmt.axis, fmt.page_size, *balance, new) if fmt.normed else None
     rule = rule if rule and fmt.raised else None
-    weight, exact = (None, query) if fmt.exact else (query if rule else None, None)
-    seal(parts, table, count, new, source, index, widths, fmt, side, rule, weight, norm, exact)
+    seal(parts, table, count, new, source, index, widths, fmt, side, rule, query if rule else None, norm)

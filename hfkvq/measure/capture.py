@@ -116,7 +116,7 @@ def spread_layers(candidates: Sequence[int], count: int) -> list[int]:
 
 def compressed_layers(model: Any) -> list[int]:
     """Indices of the layers that a cache of this model would compress, those with sliding windows aside."""
-    layers = MixedKVCache(model.config, "full", attach=False).layers
+    layers = MixedKVCache(model, "full", attach=False).layers
     return [i for i, layer in enumerate(layers) if isinstance(layer, KVLayer) and not layer.window]
 
 
@@ -143,8 +143,8 @@ def capture(
     Raises:
         RuntimeError: the model's attention did not pass through the cache, so there is nothing to measure.
     """
-    cache = MixedKVCache(model.config, "full", attach=False)
-    attached = MixedKVCache(model.config, "full")
+    cache = MixedKVCache(model, "full", attach=False)
+    attached = MixedKVCache(model, "full")
     for i in layers:
         old = cache.layers[i]
         assert isinstance(old, KVLayer)

@@ -439,9 +439,9 @@ def preset_page(item: dict[str, Any]) -> Group:
         next((k for k in settings if settings[k] is not None), next(iter(settings))),
     )
     value = settings[knob]
-    lines = [f'MixedKVCache(model.config, "{typed}", {knob}={value!r})']
+    lines = [f'MixedKVCache(model, "{typed}", {knob}={value!r})']
     lines.append(f'"{typed}:{knob}={value}", the same there and in every command')
     if item["class_name"]:
-        lines.append(f"{item['class_name']}(model.config, {knob}={value!r})")
+        lines.append(f"{item['class_name']}(model, {knob}={value!r})")
     use = Text("Set knobs by name:\n" + "\n".join(f"  {line}" for line in lines))
     return Group(Text(f"{item['name']} ({item['class']})", style="bold"), facts, knobs, use)

@@ -1,22 +1,22 @@
 """Attention of prompts in batches of the engine, where every prompt has a length of its own.
 
 PyTorch's first choice is cuDNN, which plans anew for every shape and stride: some 45 ms on an H200, as long as all of a
-prompt of 1,000 tokens takes. So flash attention is asked, which plans nothing and aligns causal attention to the newest
-token; and cuDNN only for long prompts, which are padded, so that there are few shapes.
+prompt of 1,000 tokens takes. So cuDNN is kept for long first prompts, which are padded, so that there are few shapes.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-from hfkvq.caches.behind import cudnn_or_none, flash, likes_cudnn, takes
-from hfkvq.caches.dense import dense_attention
+from hfkvq.caches.dense import WITHOUT_CUDNN, dense_attention, lower_right, takes
 from hfkvq.kernels.arguments import AttentionArguments
 
 LONG, STEP = 4096, 1024
-"""Tokens of prompts for which cuDNN is asked, and a multiple of which they have there."""
+"""Tokens of first prompts that cuDNN may take, and a multiple of which they have there."""
 
 
 def prompt_attention(module: Any, query: Tensor, keys: Tensor, values: Tensor, arguments: AttentionArguments) -> Tensor:
@@ -35,12 +35,13 @@ def prompt_attention(module: Any, query: Tensor, keys: Tensor, values: Tensor, a
     tokens = query.shape[2]
     if arguments.softcap or arguments.sinks is not None or not takes(query, keys, values):
         return dense_attention(module, query, keys, values, arguments)[0]
-    found = None
-    if LONG <= tokens == keys.shape[2] and likes_cudnn(query, keys, values):
-        room = -(-tokens // STEP) * STEP
-        own = _padded(query, room), _padded(keys, room), _padded(values, room)
-        found = cudnn_or_none(*own, arguments.scaling, causal=True)
-    out, _ = found or flash(query, keys, values, arguments.scaling, True)
+    asked = SDPAParams(query, keys, values, None, 0.0, True, True)
+    if LONG <= tokens == keys.shape[2] and can_use_cudnn_attention(asked):
+        own = (_padded(x, -(-tokens // STEP) * STEP) for x in (query, keys, values))
+        out = F.scaled_dot_product_attention(*own, is_causal=True, scale=arguments.scaling, enable_gqa=True)
+    else:
+        with WITHOUT_CUDNN:
+            out = lower_right(query, keys, values, arguments.scaling)
     return out[:, :, :tokens].transpose(1, 2)
 
 

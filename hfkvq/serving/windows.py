@@ -261,7 +261,7 @@ class WindowedPages(SlotPages):
         if "query" not in scheme.needs:
             store.extend(key, value)
             return out
-        queries, (sums, counts) = QueryStatistics("signs" in scheme.needs, "history" in scheme.needs), self._sums[layer]
+        queries, (sums, counts) = QueryStatistics("history" in scheme.needs), self._sums[layer]
         at, begun = slice(prompt.slot, prompt.slot + 1), prompt.again > 0
         if "history" not in scheme.needs:
             sums[at], counts[:, at] = sums[at].masked_fill(begun, 0.0), counts[:, at].masked_fill(begun, 0)
@@ -290,7 +290,7 @@ class WindowedPages(SlotPages):
         needs, (sums, counts) = self._scheme_of[layer].needs, self._sums[layer]
         row, start, stop = first.ranges.unbind()
         most, heads = max(first.rows.lengths), self.num_key_value_heads
-        found = kernels.query_sums(query, row, start, stop, most, heads, "signs" in needs)
+        found = kernels.query_sums(query, row, start, stop, most, heads)
         total, left = found.chunk(2)
         # Queries of sealed tokens count on only where all do.
         kept = 0 if "history" in needs else 1

@@ -192,7 +192,7 @@ def tune(
     print_notes(console, notes(plan, study, picked))
     if out is not None:
         search.save(plan, study, picked, out)
-        console.print(f"Saved {out}; use it with MixedKVCache(model.config, {str(out)!r}).", highlight=False)
+        console.print(f"Saved {out}; use it with MixedKVCache(model, {str(out)!r}).", highlight=False)
     if png is not None:
         save_front(study, picked, png)
         print_saved(console, png)

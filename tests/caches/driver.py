@@ -56,12 +56,12 @@ def cases() -> dict[str, Scheme]:
         if {"local_length", "sink_length", "page_size"} <= own and not name.startswith("best"):
             found[f"{name}-bare"] = get_scheme(scheme, sink_length=0, local_length=0)
             found[f"{name}-odd"] = get_scheme(scheme, sink_length=3, local_length=5)
-    found["mixkvq-normed"] = small("mixkvq", token_norm=True, accumulate=True)
+    found["mixkvq-total"] = small("mixkvq", accumulate=True)
     # Two of the corners have fitted scales, and a window of keys is beside a page that fills.
     more = {"fit": 3, "fit_values": 4, "score": "q_error", "key_local_length": 3, "group_size": 8}
     found["kitty-odd"] = get_scheme(found["kitty-odd"], **more)
-    found["kivi-k4v2"] = small("kivi", key_bits=4, rotate_values=True, key_local_length=5, exact_keys=1)
-    found["kitty-exact"] = small("kitty", exact_keys=2, key_local_length=3, fit=3, value_unit=1)
+    found["kivi-k4v2"] = small("kivi", key_bits=4, rotate_values=True, key_local_length=5)
+    found["kitty-units"] = small("kitty", key_local_length=3, fit=3, value_unit=1)
     found["saw-int4-odd"] = get_scheme(found["saw-int4-odd"], rotate="both", signs=5)
     found["kitty-bare"] = get_scheme(found["kitty-bare"], score="random", seed=3)
     found["triaxial-odd"] = get_scheme(found["triaxial-odd"], fit=2, fit_values=4)
@@ -240,7 +240,7 @@ def forward(layer: KVLayer, queries: Tensor, keys: Tensor, values: Tensor, valid
     arguments = AttentionArguments(queries.shape[-1] ** -0.5, mask)
     layer.update(keys, values)
     needs = layer.scheme.needs
-    shown = steady(queries, "signs" in needs) if "query" in needs else queries
+    shown = steady(queries) if "query" in needs else queries
     if "query" not in needs:
         out = layer.step(queries, arguments)
         if out is not None:
@@ -253,15 +253,14 @@ def forward(layer: KVLayer, queries: Tensor, keys: Tensor, values: Tensor, valid
     return out
 
 
-def steady(queries: Tensor, signed: bool = False) -> Tensor:
-    """Queries that weigh channels as all others do, whatever their window; or, signed, that are all alike.
+def steady(queries: Tensor) -> Tensor:
+    """Queries that weigh channels as all others do, whatever their window.
 
     What schemes that watch queries seal depends on those since the last seal, and so on how tokens come. Magnitudes
     that are the same for every token (and powers of two, of which sums are exact) leave the rest comparable.
     """
     channel = torch.arange(queries.shape[-1], device=queries.device) % 3
-    sign = (channel - 1 if signed else queries).expand_as(queries)
-    return torch.where(sign < 0, -1.0, 1.0).to(queries.dtype) * torch.exp2(-channel.to(queries.dtype))
+    return torch.where(queries < 0, -1.0, 1.0).to(queries.dtype) * torch.exp2(-channel.to(queries.dtype))
 
 
 def feed(layer: KVLayer, rows: Sequence[Row], chunks: Iterable[int], pads: Sequence[int] | None = None) -> list[Tensor]:

@@ -64,9 +64,7 @@ class New:
         # Whoever looks at padding is found out.
         junk = ~valid[None, :, None, :, None]
         keys, values = (x.masked_fill(junk, 200.0) for x in (keys, values))
-        queries, keys, values = (
-            x.to(dtype) for x in (steady(queries, signed=True) if plain else queries, keys, values)
-        )
+        queries, keys, values = (x.to(dtype) for x in (steady(queries) if plain else queries, keys, values))
         return New(queries, keys, values, valid)
 
     @property
@@ -384,9 +382,7 @@ class Subject:
                 alone = KVStore(bare, scheme, keys, values)
                 weights = None
                 if "query" in scheme.needs:
-                    signed = "signs" in scheme.needs
-                    queries = steady(torch.ones(1, HEADS, 1, DIM), signed)
-                    weights = (queries if signed else queries.abs()).mean(2)
+                    weights = steady(torch.ones(1, HEADS, 1, DIM)).mean(2)
                 alone.extend(keys, values, None, plain.hold, weights)
                 expected, got = _stored_row(alone, 0), stored(layer, row)
                 # After a crop more may be sealed than of these tokens at once.

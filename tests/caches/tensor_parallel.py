@@ -32,7 +32,7 @@ def main(folder: str, out: str) -> None:
                 cache, kwargs = DynamicCache(config=model.config), {}
             else:
                 knobs = {"budget_tokens": 40} if name == "arkv" else {}
-                cache = MixedKVCache(model.config, small(name, **knobs), max_cache_len=length)
+                cache = MixedKVCache(model, small(name, **knobs), max_cache_len=length)
                 kwargs = {"compile_config": compiling} if length else {}
             tokens = model.generate(
                 ids, past_key_values=cache, max_new_tokens=40, do_sample=False, pad_token_id=0, **kwargs

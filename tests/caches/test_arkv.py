@@ -787,7 +787,7 @@ def test_evicted_tokens_count_among_what_was_saved():
     """Bits per element are of all tokens that were seen: eviction saves memory."""
     model = build("llama")
     ids = prompt(2, 120)
-    caches = {name: MixedKVCache(model.config, get_scheme(name, **knobs)) for name, knobs in (
+    caches = {name: MixedKVCache(model, get_scheme(name, **knobs)) for name, knobs in (
         ("full", {}), ("arkv-origin", {"budget_tokens": 48, "window": 8, "page_size": 8}),
     )}  # fmt: skip
     for cache in caches.values():
@@ -803,7 +803,7 @@ def test_shares_of_whole_quantized_and_evicted_tokens(name):
     """Table VII by layer: counted from what every KV head holds, over what it was given."""
     model = build("llama")
     scheme = small(name, **({"budget_tokens": 48} if name != "kitty" else {}))
-    cache = MixedKVCache(model.config, scheme)
+    cache = MixedKVCache(model, scheme)
     model.generate(prompt(2, 120), past_key_values=cache, max_new_tokens=9, do_sample=False)
     report = cache.memory()
     for shares, layer in zip(report.tokens, cache.layers, strict=True):

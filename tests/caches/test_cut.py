@@ -231,7 +231,7 @@ def test_prompts_of_models_are_not_trimmed(capacity, monkeypatch):
 
     monkeypatch.setattr(TierEvictor, "_trim", never)
     model = build("llama")
-    cache = ARKVCache(model.config, **TIGHT, max_cache_len=capacity)
+    cache = ARKVCache(model, **TIGHT, max_cache_len=capacity)
     model(prompt(2, 90), past_key_values=cache, use_cache=True)
     for layer in cache.layers:
         assert layer.evicted
@@ -249,6 +249,6 @@ def test_models(capacity, monkeypatch):
         with monkeypatch.context() as patch:
             if way == "general":
                 general(patch)
-            cache = ARKVCache(model.config, **TIGHT, max_cache_len=capacity)
+            cache = ARKVCache(model, **TIGHT, max_cache_len=capacity)
             outs.append(model.generate(ids, past_key_values=cache, max_new_tokens=16, do_sample=False))
     assert torch.equal(outs[0], outs[1])

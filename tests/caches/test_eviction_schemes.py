@@ -408,9 +408,6 @@ class TestContract:
         assert lost.captured is None
         assert "trim pages" in lost.requantized
         assert get_scheme("tova+saw-int4").limits(128, 128) == Limits()
-        clipped = get_scheme("h2o", pages=get_scheme("kitty", clip_values=0.9)).limits(128, 128)
-        assert "clipped" in clipped.captured
-        assert len(clipped.words()) == 2
         assert "in every step" in get_scheme("arkv", beta=0.5).limits(128, 128).captured
 
     def test_arkv_is_one_of_them(self):

@@ -42,7 +42,7 @@ def model():
 
 def filled(model, name, capacity, rows=3):
     """A cache with left padding, pages that two rows share, and a tail."""
-    cache = MixedKVCache(model.config, small(name), max_cache_len=capacity)
+    cache = MixedKVCache(model, small(name), max_cache_len=capacity)
     ids, mask = prompt(rows, 42), torch.ones(rows, 42, dtype=torch.long)
     mask[0, :7] = 0
     with torch.no_grad():

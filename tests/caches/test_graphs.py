@@ -5,6 +5,7 @@ On the CPU a stand-in runs a "captured" step again in Python: all but the captur
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -17,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import CompileConfig, DynamicCache
 
-from hfkvq import MixedKVCache, TriAxialCache, get_scheme
+from hfkvq import MixedKVCache, TriAxialCache, captured_draft, get_scheme
 from hfkvq.caches import capture, dense, graphs
 from hfkvq.caches.layers import buffer
 from hfkvq.caches.layers.buffer import StepBuffer
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("captured")
 def test_every_mode_of_generate(mode, length):
     model = build("llama")
     expected = MODES[mode](model, lambda: DynamicCache(config=model.config))
-    assert torch.equal(MODES[mode](model, lambda: MixedKVCache(model.config, FULL, max_cache_len=length)), expected)
+    assert torch.equal(MODES[mode](model, lambda: MixedKVCache(model, FULL, max_cache_len=length)), expected)
     assert PythonGraph.made
 
 
@@ -50,7 +51,7 @@ def test_steps_of_every_scheme_are_those_without_graphs(name, monkeypatch):
     found = [
         _generate(
             model,
-            MixedKVCache(model.config, SCHEMES[name], graphs=on, headroom=0.01),
+            MixedKVCache(model, SCHEMES[name], graphs=on, headroom=0.01),
             ids,
             attention_mask=mask,
             max_new_tokens=50,
@@ -67,7 +68,7 @@ def test_layers_that_differ_by_depth_are_captured_together():
     model, (ids, mask) = build("llama", num_hidden_layers=2), padded(2, 30)
     scheme = small("best-2.5", wide_keys_to=1.0, wide_to=1.0)
     found = [
-        _generate(model, MixedKVCache(model.config, scheme, graphs=on), ids, attention_mask=mask, max_new_tokens=50)
+        _generate(model, MixedKVCache(model, scheme, graphs=on), ids, attention_mask=mask, max_new_tokens=50)
         for on in (True, False)
     ]
     assert torch.equal(*found)
@@ -80,7 +81,7 @@ def test_families(family):
     """Sliding windows are captured too; those whose layers are of several kinds run as without graphs."""
     model = build(family)
     expected = _generate(model, DynamicCache(config=model.config))
-    assert torch.equal(_generate(model, MixedKVCache(model.config, FULL)), expected)
+    assert torch.equal(_generate(model, MixedKVCache(model, FULL)), expected)
 
 
 def steps(model, cache, count, ids=None, **kwargs):
@@ -96,7 +97,7 @@ def steps(model, cache, count, ids=None, **kwargs):
 
 def test_outputs_are_the_callers_own():
     model = build("llama")
-    cache = MixedKVCache(model.config, FULL)
+    cache = MixedKVCache(model, FULL)
     with torch.no_grad():
         model(prompt(1, 20), past_key_values=cache)
         outs = [model(torch.tensor([[i]]), past_key_values=cache) for i in range(5)]
@@ -118,7 +119,7 @@ def test_a_mask_that_hides_more_than_padding_is_honoured():
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[1, :6] = 0
     found = []
-    for cache in (MixedKVCache(model.config, FULL), DynamicCache(config=model.config)):
+    for cache in (MixedKVCache(model, FULL), DynamicCache(config=model.config)):
         logits = []
         with torch.no_grad():
             places = (mask.cumsum(1) - 1).clamp(min=0)
@@ -142,7 +143,7 @@ def test_positions_from_the_mask_alone():
     """A loop that passes a padded mask and no positions gets what DynamicCache gives."""
     model, (ids, mask) = build("llama"), padded(2, 30)
     found = []
-    for cache in (MixedKVCache(model.config, FULL), DynamicCache(config=model.config)):
+    for cache in (MixedKVCache(model, FULL), DynamicCache(config=model.config)):
         now, logits = mask, []
         with torch.no_grad():
             token = model(ids, attention_mask=now, past_key_values=cache).logits[:, -1:].argmax(-1)
@@ -156,8 +157,8 @@ def test_positions_from_the_mask_alone():
 
 def test_one_capture_serves_a_reset_cache_and_the_next_one():
     model = build("llama")
-    cache = MixedKVCache(model.config, SCHEMES["kitty"])
-    expected = steps(model, MixedKVCache(model.config, SCHEMES["kitty"], graphs=False), 20)
+    cache = MixedKVCache(model, SCHEMES["kitty"])
+    expected = steps(model, MixedKVCache(model, SCHEMES["kitty"], graphs=False), 20)
     torch.testing.assert_close(steps(model, cache, 20), expected, rtol=1e-4, atol=1e-4)
     assert PythonGraph.made == 1
     for _ in range(2):
@@ -165,7 +166,7 @@ def test_one_capture_serves_a_reset_cache_and_the_next_one():
         assert cache.get_seq_length() == 0
         torch.testing.assert_close(steps(model, cache, 20), expected, rtol=1e-4, atol=1e-4)
     # A second cache beside the first one has buffers and graphs of its own.
-    other = MixedKVCache(model.config, SCHEMES["kitty"])
+    other = MixedKVCache(model, SCHEMES["kitty"])
     torch.testing.assert_close(steps(model, other, 20), expected, rtol=1e-4, atol=1e-4)
     assert PythonGraph.made == 2
     token = torch.tensor([[5]])
@@ -173,7 +174,7 @@ def test_one_capture_serves_a_reset_cache_and_the_next_one():
         one, two = (model(token, past_key_values=c).logits for c in (cache, other))
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
     # A cache that is made before the last one goes takes over its buffers.
-    new = MixedKVCache(model.config, SCHEMES["kitty"])
+    new = MixedKVCache(model, SCHEMES["kitty"])
     made = PythonGraph.made
     del cache, other
     torch.testing.assert_close(steps(model, new, 20), expected, rtol=1e-4, atol=1e-4)
@@ -189,11 +190,11 @@ def test_a_step_that_was_captured_before_is_captured_at_once():
         for _ in range(2):
             gc.collect()
             # One step.
-            logits = steps(model, MixedKVCache(model.config, SCHEMES[name]), 1)
+            logits = steps(model, MixedKVCache(model, SCHEMES[name]), 1)
             found.append(PythonGraph.made - before)
-        expected = steps(model, MixedKVCache(model.config, SCHEMES[name], graphs=False), 1)
+        expected = steps(model, MixedKVCache(model, SCHEMES[name], graphs=False), 1)
         torch.testing.assert_close(logits, expected)
-        steps(model, MixedKVCache(model.config, SCHEMES[name]), 2)
+        steps(model, MixedKVCache(model, SCHEMES[name]), 2)
     assert found == [0, 0, 1, 2, 0, 0, 1, 2]
 
 
@@ -211,7 +212,7 @@ def test_what_the_last_owner_left_pending_is_not_the_next_ones(name, count):
     """A cache for each request, made before the last one goes: it moves into buffers whose last step has sealed."""
     model = build("llama", num_hidden_layers=1)
     for seed in range(2):
-        cache = MixedKVCache(model.config, SCHEMES[name])
+        cache = MixedKVCache(model, SCHEMES[name])
         got = _generate(model, cache, prompt(1, 40, seed), max_new_tokens=count)
         assert torch.equal(got, _without_graphs(name, seed)[:, : 40 + count])
 
@@ -220,7 +221,7 @@ def test_what_the_last_owner_left_pending_is_not_the_next_ones(name, count):
 def _without_graphs(name, seed):
     """A prompt, and as many greedy tokens as any case asks for."""
     model = build("llama", num_hidden_layers=1)
-    cache = MixedKVCache(model.config, SCHEMES[name], graphs=False)
+    cache = MixedKVCache(model, SCHEMES[name], graphs=False)
     return _generate(model, cache, prompt(1, 40, seed), max_new_tokens=27)
 
 
@@ -228,7 +229,7 @@ def _without_graphs(name, seed):
 def test_changes_of_the_model_are_noticed(change):
     """Weights that lie elsewhere, and another attention: the graphs of before are not replayed."""
     model = copy.deepcopy(build("llama"))
-    cache, plain = MixedKVCache(model.config, FULL), DynamicCache(config=model.config)
+    cache, plain = MixedKVCache(model, FULL), DynamicCache(config=model.config)
     for each in (cache, plain):
         steps(model, each, 5)
     made = PythonGraph.made
@@ -249,7 +250,7 @@ def test_changes_of_the_model_are_noticed(change):
 def test_no_memory_for_buffers(monkeypatch):
     """The step runs as without graphs, and the cache goes on."""
     model = build("llama")
-    cache, plain = (MixedKVCache(model.config, SCHEMES["kitty"], graphs=on) for on in (True, False))
+    cache, plain = (MixedKVCache(model, SCHEMES["kitty"], graphs=on) for on in (True, False))
     bind, count = StepBuffer.bind, []
 
     def full(buffer):
@@ -270,25 +271,25 @@ def test_no_memory_for_buffers(monkeypatch):
 def test_inference_mode_and_then_no_grad():
     """A home that was made in inference mode serves a cache that is not."""
     model = build("llama")
-    cache = MixedKVCache(model.config, SCHEMES["kitty"])
+    cache = MixedKVCache(model, SCHEMES["kitty"])
     with torch.inference_mode():
         _generate(model, cache)
-    new = MixedKVCache(model.config, SCHEMES["kitty"])
-    want = steps(model, MixedKVCache(model.config, SCHEMES["kitty"], graphs=False), 20)
+    new = MixedKVCache(model, SCHEMES["kitty"])
+    want = steps(model, MixedKVCache(model, SCHEMES["kitty"], graphs=False), 20)
     del cache
     torch.testing.assert_close(steps(model, new, 20), want, rtol=1e-4, atol=1e-4)
 
 
 def test_copies_of_a_prefix_have_graphs_of_their_own():
     model, ids = build("llama"), prompt(1, 30)
-    prefix = MixedKVCache(model.config, SCHEMES["mixkvq"])
+    prefix = MixedKVCache(model, SCHEMES["mixkvq"])
     with torch.no_grad():
         model(ids, past_key_values=prefix)
     for seed in range(3):
         question = torch.cat([ids, prompt(1, 20, seed)], 1)
         cache = copy.deepcopy(prefix)
         got = _generate(model, cache, question, max_new_tokens=30)
-        want = copy.deepcopy(MixedKVCache(model.config, SCHEMES["mixkvq"], graphs=False))
+        want = copy.deepcopy(MixedKVCache(model, SCHEMES["mixkvq"], graphs=False))
         with torch.no_grad():
             model(ids, past_key_values=want)
         assert torch.equal(got, _generate(model, want, question, max_new_tokens=30))
@@ -299,7 +300,7 @@ def test_copies_of_a_prefix_have_graphs_of_their_own():
 def test_a_cache_that_is_gone_keeps_nothing():
     """Without the garbage collector; graphs and buffers go with the last cache of a family."""
     model = build("llama")
-    cache = MixedKVCache(model.config, SCHEMES["arkv"])
+    cache = MixedKVCache(model, SCHEMES["arkv"])
     steps(model, cache, 60)
     found = [
         weakref.ref(x) for x in (cache.layers[0], cache.layers[0].buffer.tensor, cache.layers[0].steps.sync.buffers)
@@ -314,7 +315,7 @@ def test_a_cache_that_is_gone_keeps_nothing():
 
 def test_memory_is_ahead_of_need_by_a_quarter():
     model = build("llama", num_hidden_layers=1)
-    cache, grown = (MixedKVCache(model.config, "kitty-pro", graphs=on) for on in (True, False))
+    cache, grown = (MixedKVCache(model, "kitty-pro", graphs=on) for on in (True, False))
     for each in (cache, grown):
         steps(model, each, 300, prompt(1, 600))
     assert cache.layers[0].buffer.room < 1.26 * 900
@@ -325,10 +326,10 @@ def test_room_of_an_evicted_prompt_is_for_what_it_left():
     """Not for a quarter of the prompt; and a shorter one after a reset needs no more."""
     model = build("llama")
     scheme = get_scheme("snapkv", budget_tokens=64, window=16, pages={"scheme": "full", "page_size": 16})
-    cache = MixedKVCache(model.config, scheme)
+    cache = MixedKVCache(model, scheme)
     for length in (800, 200, 40):
         found = []
-        for each in (cache, MixedKVCache(model.config, scheme, graphs=False)):
+        for each in (cache, MixedKVCache(model, scheme, graphs=False)):
             found.append(steps(model, each, 40, prompt(1, length)))
             assert all(layer.store.runs[0].table.shape[1] * 16 <= 64 + 128 + 16 for layer in each.layers)
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
@@ -340,7 +341,7 @@ def test_several_turns_grow_and_move():
     """A prompt that the buffers have no room for leaves them, and the next steps are captured over others."""
     # One layer's pages are the same whatever attention's last bits are; a second one's are made of those.
     model = build("llama", num_hidden_layers=1)
-    caches = [MixedKVCache(model.config, SCHEMES["kitty"], graphs=on) for on in (True, False)]
+    caches = [MixedKVCache(model, SCHEMES["kitty"], graphs=on) for on in (True, False)]
     for length in (30, 40, 300, 9):
         found = []
         for cache in caches:
@@ -354,7 +355,7 @@ def test_tokens_taken_back():
     """Within what is kept unsealed nothing is asked of the device; beyond, as without graphs."""
     # One layer's pages are the same whatever attention's last bits are; a second one's are made of those.
     model = build("llama", num_hidden_layers=1)
-    caches = [MixedKVCache(model.config, SCHEMES["kitty"], graphs=on) for on in (True, False)]
+    caches = [MixedKVCache(model, SCHEMES["kitty"], graphs=on) for on in (True, False)]
     found = []
     for cache in caches:
         logits = []
@@ -377,7 +378,7 @@ def test_tokens_taken_back():
 
 def test_the_capacity_is_kept():
     model = build("llama")
-    cache = MixedKVCache(model.config, SCHEMES["kitty"], max_cache_len=24)
+    cache = MixedKVCache(model, SCHEMES["kitty"], max_cache_len=24)
     with pytest.raises(ValueError, match="exceed the capacity of 24"):
         steps(model, cache, 30)
     assert cache.get_seq_length() == 24
@@ -418,7 +419,7 @@ def test_what_cannot_be_captured_runs_without_and_says_why_once(change, reason, 
     elif change == "train":
         model.train()
     PythonGraph.failing = change == "capture"
-    cache, logits = MixedKVCache(model.config, FULL), []
+    cache, logits = MixedKVCache(model, FULL), []
     try:
         with caplog.at_level(logging.WARNING), torch.set_grad_enabled(change == "grad"):
             logits.append(model(prompt(1, 20), past_key_values=cache).logits[:, -1:])
@@ -436,7 +437,7 @@ def test_what_cannot_be_captured_runs_without_and_says_why_once(change, reason, 
 
 def test_a_hook_that_comes_later_is_heard():
     model = copy.deepcopy(build("llama"))
-    cache, heard = MixedKVCache(model.config, FULL), []
+    cache, heard = MixedKVCache(model, FULL), []
     steps(model, cache, 5)
     handle = model.model.layers[0].register_forward_hook(lambda *_: heard.append(1))
     steps(model, cache, 3, prompt(1, 1))
@@ -447,7 +448,7 @@ def test_a_hook_that_comes_later_is_heard():
 @pytest.mark.parametrize("fails", ["first", "replay"])
 def test_a_step_that_fails_leaves_the_cache_as_it_was(fails, monkeypatch):
     model = copy.deepcopy(build("llama"))
-    cache, plain = (MixedKVCache(model.config, SCHEMES["kitty"], graphs=on) for on in (True, False))
+    cache, plain = (MixedKVCache(model, SCHEMES["kitty"], graphs=on) for on in (True, False))
     steps(model, cache, 0 if fails == "first" else 5)
     steps(model, plain, 0 if fails == "first" else 5)
     last = model.model.layers[-1].mlp
@@ -470,27 +471,46 @@ def test_a_step_that_fails_leaves_the_cache_as_it_was(fails, monkeypatch):
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
-def test_compile_config_compiles(caplog):
+def test_compile_config_leaves_captured_steps_as_they_are():
     model, (ids, mask) = build("llama"), padded(2, 30)
     config, used = CompileConfig(backend=lambda module, inputs: used.append(1) or module.forward, mode=None), []
     config._compile_all_devices = True
-    torch._dynamo.reset()
-    want = _generate(model, MixedKVCache(model.config, SCHEMES["kitty"], graphs=False), ids, attention_mask=mask)
-    for length, compiles in ((None, False), (80, True)):
-        cache = MixedKVCache(model.config, SCHEMES["kitty"], max_cache_len=length)
-        with caplog.at_level(logging.WARNING):
-            got = _generate(model, cache, ids, attention_mask=mask, compile_config=config)
-        assert torch.equal(got, want)
-        assert bool(used) == compiles
-    assert any("compiled as asked" in r.message for r in caplog.records)
-    used.clear()
-    # And without it, captured again.
-    before = PythonGraph.made
-    cache.reset()
-    assert torch.equal(_generate(model, cache, ids, attention_mask=mask), want)
+    want = _generate(model, MixedKVCache(model, SCHEMES["kitty"], graphs=False), ids, attention_mask=mask)
+    cache = MixedKVCache(model, SCHEMES["kitty"], max_cache_len=80)
+    assert torch.equal(_generate(model, cache, ids, attention_mask=mask, compile_config=config), want)
+    assert PythonGraph.made
     assert not used
-    assert PythonGraph.made > before
-    torch._dynamo.reset()
+
+
+def test_a_cache_made_from_a_config_says_what_it_needs(caplog):
+    """Its steps run in Python until it is shown the model."""
+    model = build("llama")
+    cache, want = MixedKVCache(model.config, FULL), steps(model, DynamicCache(config=model.config), 5)
+    with caplog.at_level(logging.WARNING):
+        torch.testing.assert_close(steps(model, cache, 5), want, rtol=1e-4, atol=1e-4)
+    assert (
+        "so steps are not captured; make it with MixedKVCache(model, ...), or call cache.attach(model)" in caplog.text
+    )
+    assert not PythonGraph.made
+    cache.reset()
+    cache.attach(model)
+    torch.testing.assert_close(steps(model, cache, 5), want, rtol=1e-4, atol=1e-4)
+    assert PythonGraph.made
+    with pytest.raises(ValueError, match=r"model: got a LlamaForCausalLM of another config"):
+        cache.attach(build("llama", num_hidden_layers=3))
+
+
+def test_a_drafts_steps_are_captured_where_it_is_asked_for():
+    """Within the context alone; tokens are those of the model without a draft."""
+    model, draft, made = build("llama"), copy.deepcopy(build("llama", seed=1)), []
+    want = model.generate(prompt(1, 30), max_new_tokens=12, do_sample=False)
+    for context in (contextlib.nullcontext(), captured_draft(draft), contextlib.nullcontext()):
+        before, cache = PythonGraph.made, MixedKVCache(model, FULL)
+        with context:
+            found = _generate(model, cache, prompt(1, 30), max_new_tokens=12, assistant_model=draft)
+        assert torch.equal(found, want)
+        made.append(PythonGraph.made - before)
+    assert made[1] > made[0] >= made[2]
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -534,11 +554,11 @@ def test_cudnn_comes_back_when_the_last_thread_is_out():
 def test_the_environment_switches_off(value, monkeypatch):
     monkeypatch.setenv("HFKVQ_GRAPHS", value)
     model = build("llama")
-    assert MixedKVCache(model.config).graphs is None
-    assert MixedKVCache(model.config, graphs=True).graphs is not None
+    assert MixedKVCache(model).graphs is None
+    assert MixedKVCache(model, graphs=True).graphs is not None
     monkeypatch.setenv("HFKVQ_GRAPHS", "perhaps")
     with pytest.raises(ValueError, match="HFKVQ_GRAPHS: got 'perhaps'"):
-        MixedKVCache(model.config)
+        MixedKVCache(model)
 
 
 @pytest.mark.parametrize(("name", "value"), [("graphs", 1), ("headroom", -1), ("headroom", True), ("headroom", "much")])
@@ -549,7 +569,7 @@ def test_bad_arguments(name, value):
 
 def test_saved_caches_go_on():
     model = build("llama")
-    cache = MixedKVCache(model.config, SCHEMES["kitty"])
+    cache = MixedKVCache(model, SCHEMES["kitty"])
     steps(model, cache, 10)
     loaded = pickle.loads(pickle.dumps(cache))
     token = torch.tensor([[7]])
@@ -560,7 +580,7 @@ def test_saved_caches_go_on():
 
 def test_two_models_and_one_cache_each():
     models = [build("llama", seed=seed) for seed in (0, 1)]
-    caches = [MixedKVCache(model.config, FULL) for model in models]
+    caches = [MixedKVCache(model, FULL) for model in models]
     want = [steps(model, DynamicCache(config=model.config), 8) for model in models]
     got = [steps(model, cache, 8) for model, cache in zip(models, caches, strict=True)]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -570,7 +590,7 @@ def test_a_cache_that_two_models_use():
     """The second model's steps are its own, not a replay of the first's."""
     one, two = (build("llama", seed=seed) for seed in (0, 1))
     found = []
-    for cache in (MixedKVCache(one.config, FULL), DynamicCache(config=one.config)):
+    for cache in (MixedKVCache(one, FULL), DynamicCache(config=one.config)):
         steps(one, cache, 5)
         found.append(steps(two, cache, 5, prompt(1, 1)))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
@@ -578,7 +598,7 @@ def test_a_cache_that_two_models_use():
 
 def test_models_are_not_kept_and_can_be_copied():
     model = copy.deepcopy(build("llama"))
-    cache = MixedKVCache(model.config, FULL)
+    cache = MixedKVCache(model, FULL)
     want = steps(model, cache, 5)
     twin = copy.deepcopy(model)
     assert twin._compiled_call_impl is None
@@ -603,7 +623,7 @@ def test_a_model_that_its_user_compiled_stays_so():
 
 def test_step_is_for_own_loops():
     model = build("llama")
-    cache = MixedKVCache(model.config, FULL)
+    cache = MixedKVCache(model, FULL)
     want = _again(model, range(5))
     with torch.no_grad():
         model(prompt(1, 20), past_key_values=cache)

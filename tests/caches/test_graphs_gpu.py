@@ -89,9 +89,7 @@ def steps(model, cache, count, strict=False):
 
 def compare(model, name, count, made):
     # The same kernels over buffers of the same shape: one replayed, one called.
-    caches = [
-        MixedKVCache(model.config, scheme_of(name), max_cache_len=PROMPT + count + 8, graphs=on) for on in (True, False)
-    ]
+    caches = [MixedKVCache(model, scheme_of(name), max_cache_len=PROMPT + count + 8, graphs=on) for on in (True, False)]
     # A trim asks the device, once in hundreds of steps.
     scheme = get_scheme(name)
     got = steps(model, caches[0], count, strict=not scheme.evicts or scheme.interval is None)
@@ -115,7 +113,7 @@ def test_fixed_capacity_over_many_page_borders(model, name, made):
 
 def grow(model, name, count, made):
     """The same tokens into a cache with graphs and one without: logits differ by rounding, in other splits of pages."""
-    caches = [MixedKVCache(model.config, scheme_of(name), graphs=on) for on in (True, False)]
+    caches = [MixedKVCache(model, scheme_of(name), graphs=on) for on in (True, False)]
     ids, fed = prompt(), prompt(2, count, seed=2)
     outs = []
     for cache in caches:
@@ -163,7 +161,7 @@ def test_modes_of_generate(mode, length, made, monkeypatch):
     monkeypatch.setattr(test_generate, "prompt", lambda *args, **kwargs: own(*args, **kwargs).cuda())
     monkeypatch.setattr(test_generate, "build", lambda *args, **kwargs: copy.deepcopy(build(*args, **kwargs)).cuda())
     expected = MODES[mode](model, lambda: DynamicCache(config=model.config))
-    got = MODES[mode](model, lambda: MixedKVCache(model.config, test_generate.FULL, max_cache_len=length))
+    got = MODES[mode](model, lambda: MixedKVCache(model, test_generate.FULL, max_cache_len=length))
     assert torch.equal(got, expected)
     assert made
 
@@ -187,16 +185,16 @@ def test_a_forward_that_asks_the_host(model, made, caplog):
     ids = prompt(1, 50)
     torch.manual_seed(3)
     want = model.generate(
-        ids, past_key_values=MixedKVCache(model.config, graphs=False), max_new_tokens=30, do_sample=True, top_k=3
+        ids, past_key_values=MixedKVCache(model, graphs=False), max_new_tokens=30, do_sample=True, top_k=3
     )
     torch.manual_seed(3)
-    cache = MixedKVCache(model.config)
+    cache = MixedKVCache(model)
     got = model.generate(ids, past_key_values=cache, max_new_tokens=30, do_sample=True, top_k=3)
     assert torch.equal(got, want)
     assert not made
     assert sum("cannot be captured" in record.message for record in caplog.records) == 1
     assert cache.get_seq_length() == 79
-    other = MixedKVCache(model.config, "saw-int4")
+    other = MixedKVCache(model, "saw-int4")
     model.model.layers[1].mlp = model.model.layers[1].mlp.inner
     model.generate(ids, past_key_values=other, max_new_tokens=10, do_sample=True)
     assert len(made) == 1
@@ -204,13 +202,13 @@ def test_a_forward_that_asks_the_host(model, made, caplog):
 
 def test_streams_and_threads(model, made):
     """Each with its own cache."""
-    want = [steps(model, MixedKVCache(model.config, name, graphs=False), 40) for name in ("full", "kitty-pro")]
+    want = [steps(model, MixedKVCache(model, name, graphs=False), 40) for name in ("full", "kitty-pro")]
     found = {}
 
     def run(name):
         with torch.cuda.stream(torch.cuda.Stream()):
             for i in range(3):
-                found[name, i] = steps(model, MixedKVCache(model.config, name), 40)
+                found[name, i] = steps(model, MixedKVCache(model, name), 40)
             torch.cuda.current_stream().synchronize()
 
     threads = [threading.Thread(target=run, args=(name,)) for name in ("full", "kitty-pro")]
@@ -234,7 +232,7 @@ def test_memory_comes_back(model):
         before = torch.cuda.memory_allocated()
         gc.disable()
         try:
-            cache = MixedKVCache(model.config, "kitty-pro", graphs=on)
+            cache = MixedKVCache(model, "kitty-pro", graphs=on)
             with torch.no_grad():
                 model(prompt(4, 3000), past_key_values=cache, logits_to_keep=1)
                 torch.cuda.reset_peak_memory_stats()
@@ -250,7 +248,7 @@ def test_memory_comes_back(model):
 
 def test_interrupts_and_full_memory(model, made, monkeypatch):
     """Neither leaves a token behind."""
-    cache, plain = (MixedKVCache(model.config, "kitty-pro", graphs=on) for on in (True, False))
+    cache, plain = (MixedKVCache(model, "kitty-pro", graphs=on) for on in (True, False))
     for each in (cache, plain):
         steps(model, each, 5)
         with torch.no_grad():

@@ -168,7 +168,7 @@ def test_modes_of_generate_are_captured(family, mode, taped):  # noqa: F811
     """Rows of beams are moved between replays, so their states go back to where the graph looks for them."""
     model = model_of(family)
     expected = mode(model, lambda: DynamicCache(config=model.config))
-    assert torch.equal(mode(model, lambda: MixedKVCache(model.config, FULL)), expected)
+    assert torch.equal(mode(model, lambda: MixedKVCache(model, FULL)), expected)
     assert taped.made
 
 

@@ -23,8 +23,6 @@ OBS = parse_tag("older|text|obs")
 LAYOUTS = {
     **{name: small(name) for name in ("kitty-pro", "kivi-2", "saw-int4", "int4", "full", "kvarn", "mixkvq")},
     "kitty, odd windows": small("kitty-pro", sink_length=3, local_length=5),
-    "kivi, normed": small("kivi-2", token_norm=True, sink_length=4),
-    "clipped": small("kitty", clip_values=0.9),
     "int4, sink": small("int4", sink_length=4, local_length=5),
     "triaxial": small("triaxial", table={"older|text|obs": 2}),
     "triaxial, sink": small("triaxial", table={"older|text|obs": 2}, sink_length=4, local_length=5),

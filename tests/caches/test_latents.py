@@ -50,7 +50,7 @@ def attended(monkeypatch):
 @pytest.mark.parametrize("run", [MODES["padding"], MODES["turns"]])
 def test_families_give_stock_tokens(family, run, attended):
     model = build(family)
-    found = run(model, lambda: MixedKVCache(model.config, FULL))
+    found = run(model, lambda: MixedKVCache(model, FULL))
     assert torch.equal(found, expected(family, run))
     assert attended
 
@@ -134,6 +134,8 @@ def test_modules_are_as_they_were(given):
 
     def used():
         cache = MixedKVCache(model if given == "model" else model.config, FULL)
+        if given == "config":
+            cache.attach(model)
         with torch.no_grad():
             model(prompt(1, 20), past_key_values=cache)
         return cache
@@ -232,7 +234,7 @@ def test_captured_steps(scheme, attended):
         model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=MixedKVCache(model.config, scheme, graphs=on),
+            past_key_values=MixedKVCache(model, scheme, graphs=on),
             max_new_tokens=40,
             do_sample=False,
         )

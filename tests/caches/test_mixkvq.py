@@ -80,7 +80,7 @@ def test_queries_of_what_waits_stay_counted(monkeypatch, chunks):
     monkeypatch.setattr(MixKVQ, "channel_bits", spy)
     # Without a rule for the kernel, sealing asks `channel_bits`.
     monkeypatch.setattr(MixKVQ, "step_rule", lambda self, head_dim: None)
-    monkeypatch.setattr(driver, "steady", lambda queries, signed: queries)
+    monkeypatch.setattr(driver, "steady", lambda queries: queries)
     monkeypatch.setattr("hfkvq.caches.layers.queries.MAX_STEP", 1)
     layer = make(MixKVQ(page_size=8, group_size=8, sink_length=3))
     rows = [row(seed, 20) for seed in (1, 2)]

@@ -69,7 +69,7 @@ def test_layers_on_two_gpus(name):
     places |= {f"model.layers.{i}": int(i == last) for i in range(last + 1)}
     model = dispatch_model(copy.deepcopy(build("llama")), places)
     for length in (None, 120):
-        cache = MixedKVCache(model.config, small(name, **knobs), max_cache_len=length)
+        cache = MixedKVCache(model, small(name, **knobs), max_cache_len=length)
         assert torch.equal(_generate(model, cache, ids, max_new_tokens=40), expected)
         # One graph goes over both.
         assert len(cache.layers[0].steps.sync.buffers.recordings) == 1

@@ -57,8 +57,6 @@ def test_layers_by_depth():
     assert keys[17].needs == {"query"}
     wide = keys[18].layout(64, 64).keys
     assert (wide.formats[0].bits, wide.formats[0].raised, wide.rotate) == (4, (), 64)
-    exact = get_preset("kitty", exact_keys=1, score="error", wide_keys_from=0.0, wide_keys_to=0.5).by_layer(2)
-    assert [scheme.exact_keys for scheme in exact] == [0, 1]
     pages = get_preset("snapkv", pages="best-3.4").by_layer(30)
     assert [i for i, scheme in enumerate(pages) if scheme.held_by.value_bits == 4] == list(range(10, 24))
     assert len({scheme.name for scheme in pages}) == 1
@@ -71,11 +69,6 @@ def test_shares_of_the_depth_in_the_wrong_order():
         ValueError, match=r"wide_keys_from: got 0\.8 with wide_keys_to=0\.5, allowed at most wide_keys_to"
     ):
         get_scheme("kitty", wide_keys_from=0.8, wide_keys_to=0.5)
-
-
-def test_exact_keys_are_none_of_4_bits():
-    with pytest.raises(ValueError, match=r"exact_keys: got 1 with key_bits=4, allowed 0"):
-        get_scheme("kitty", exact_keys=1, score="error", key_bits=4)
 
 
 @pytest.mark.parametrize("fixed", [False, True])

@@ -583,7 +583,7 @@ def test_rows_copies_and_files_go_on(model, knobs):
         forward(model, cache, part)
     assert all(positions(cache.layers[0], index)[0] for index in range(2))
     twin, loaded, chosen = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)
-    loaded.watch(model)
+    loaded.attach(model)
     chosen.batch_repeat_interleave(2)
     chosen.reorder_cache(torch.tensor([3, 2, 1, 0]))
     chosen.batch_select_indices(torch.tensor([3, 0]))
@@ -695,7 +695,7 @@ def test_without_all_ids_nothing_is_renewed(model):
     """What nobody showed cannot be tagged, and stays as it is, until somebody shows it."""
     cache, ids = make(model.config), torch.cat([turn(n, i) for i, n in enumerate((100, 40, 40, 40))], 1)
     forward(model, cache, ids[:, :100])
-    cache.watch(model)
+    cache.attach(model)
     before = stored(cache.layers[0], 0)
     forward(model, cache, ids[:, 100:140])
     forward(model, cache, ids[:, 140:180])

@@ -267,7 +267,7 @@ class Life:
     def pickle(self, model, caches):
         caches[:] = [pickle.loads(pickle.dumps(cache)) for cache in caches]
         for cache in caches:
-            cache.watch(model)
+            cache.attach(model)
 
     def reset(self, model, caches):
         for cache in caches:

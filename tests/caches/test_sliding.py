@@ -100,7 +100,6 @@ COMPRESSED = {
     "saw-int4": get_scheme(small("saw-int4"), page_size=8, local_length=4),
     "kvarn": get_scheme(small("kvarn"), page_size=8),
     "kivi": small("kivi-2", local_length=8),
-    "exact": get_scheme("kitty", page_size=8, group_size=8, local_length=4, key_local_length=2, exact_keys=2),
 }
 
 

@@ -85,7 +85,7 @@ SCHEMES = ["saw-int4", "int4", "arkv"]
 
 
 def test_every_way_to_a_cache(model):
-    """Growing, of fixed capacity, intercepted, made from a config: the same vectors and bits."""
+    """Growing, of fixed capacity, shown the model later, intercepted: the same vectors and bits."""
     ids = prompt(2, 60)
     ways = [
         MixedKVCache(model, small("saw-int4")),
@@ -93,6 +93,9 @@ def test_every_way_to_a_cache(model):
         MixedKVCache(model.config, small("saw-int4")),
         MixedKVCache(model.config, small("saw-int4"), max_cache_len=80),
     ]
+    for cache in ways[2:]:
+        cache.attach(model)
+    del cache
     logits = [fed(model, cache, ids, 50, 1, 1) for cache in ways]
     whole = vectors(ways[0])
     assert all(torch.equal(vectors(cache), whole) for cache in ways)

@@ -405,7 +405,6 @@ def test_tags_after_compiled_generation():
     ("scheme", "reason"),
     [
         (small("mixkvq", select="thresholds", salience="zscore"), "no rule that the sealing kernel knows"),
-        (small("kitty", rotate_values=True, clip_values=0.9), "clipped"),
         (small("arkv", budget_tokens=40, beta=0.5), "accumulate"),
         (small("h2o"), "accumulate"),
         (small("tova+mixkvq"), "queries weigh channels"),

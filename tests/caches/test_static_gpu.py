@@ -71,7 +71,7 @@ def compare(model, name, steps):
     # Nothing but the graph differs: the backend changes no arithmetic, and both caches have the same shapes.
     torch._dynamo.reset()
     counters.clear()
-    caches = [MixedKVCache(model.config, scheme_of(name), max_cache_len=PROMPT + steps + 8) for _ in range(2)]
+    caches = [MixedKVCache(model, scheme_of(name), max_cache_len=PROMPT + steps + 8) for _ in range(2)]
     forward = torch.compile(model.forward, backend="cudagraphs", fullgraph=True)
     # A trim asks the device, once in hundreds of steps.
     scheme = get_scheme(name)
@@ -101,7 +101,7 @@ def test_generate_as_users_call_it(model, name):
     torch._dynamo.reset()
     # No token is padding.
     ids = torch.randint(1, 512, (2, PROMPT), generator=torch.Generator().manual_seed(1)).cuda()
-    cache = MixedKVCache(model.config, scheme_of(name), max_cache_len=800)
+    cache = MixedKVCache(model, scheme_of(name), max_cache_len=800)
     for chunk in (None, 256):
         cache.reset()
         out = model.generate(

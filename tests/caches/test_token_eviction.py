@@ -147,7 +147,7 @@ def test_generate_with_padding_is_each_row_alone(name, capacity):
     mask[1:, :17] = 0
 
     def run(ids, **kwargs):
-        cache = MixedKVCache(model.config, CASES[name], max_cache_len=capacity, graphs=False)
+        cache = MixedKVCache(model, CASES[name], max_cache_len=capacity, graphs=False)
         return _generate(model, cache, ids, max_new_tokens=20, disable_compile=True, **kwargs)
 
     both = run(ids, attention_mask=mask)
@@ -165,7 +165,7 @@ def test_beams_chunks_and_turns(name):
     mask[1:, :17] = 0
 
     def cache():
-        return MixedKVCache(model.config, CASES[name], graphs=False)
+        return MixedKVCache(model, CASES[name], graphs=False)
 
     both = _generate(model, cache(), ids, attention_mask=mask, num_beams=3)
     assert torch.equal(both[1:, 17:], _generate(model, cache(), ids[1:, 17:], num_beams=3))
@@ -261,7 +261,7 @@ def test_layers_of_several_kinds():
     model, ids = build("llama", num_hidden_layers=4), prompt(2, 60)
     pyramid = small("pyramidkv", budget_tokens=40, window=8, beta=4)
     layers = {0: small("arkv", budget_tokens=40), 1: small("full")}
-    cache = MixedKVCache(model.config, pyramid, layers=layers, graphs=False)
+    cache = MixedKVCache(model, pyramid, layers=layers, graphs=False)
     _generate(model, cache, ids, max_new_tokens=2)
     given = torch.tensor(60)
     budgets = [int(pyramid.budget(given, layer, 4)) for layer in (2, 3)]
@@ -293,7 +293,7 @@ def test_an_evicting_scheme_is_one_class(monkeypatch):
     scheme = get_scheme("small-keys+kitty-pro", budget_tokens=40, window=4, trim_every=8)
     model, ids = build("llama"), prompt(2, 60)
     with pytest.warns(UserWarning, match="small-keys: tokens that stay are quantized again"):
-        cache = MixedKVCache(model.config, scheme)
+        cache = MixedKVCache(model, scheme)
     _generate(model, cache, ids)
     assert cache.layers[0].store.counters[LENGTH].max() < 48
     own = row(8, 60)

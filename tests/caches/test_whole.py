@@ -36,7 +36,7 @@ def test_chunks_at_fixed_capacity_are_judged(name):
     """
     model, logits, held = build("llama", num_hidden_layers=1), [], []
     for capacity in (None, 300):
-        cache, ids = MixedKVCache(model.config, small(name), max_cache_len=capacity), prompt(1, 240)
+        cache, ids = MixedKVCache(model, small(name), max_cache_len=capacity), prompt(1, 240)
         with torch.no_grad():
             out = [model(ids[:, at : at + 80], past_key_values=cache).logits for at in range(0, 240, 80)]
         logits.append(torch.cat(out, 1))
@@ -61,7 +61,7 @@ def test_each_call_in_another_mode(model, name, first, capacity):
     modes = itertools.cycle(MODES if first is MODES[0] else MODES[::-1])
     ids, mask = prompt(2, 60), torch.ones(2, 60, dtype=torch.long)
     mask[0, :7] = 0
-    cache, plain = (MixedKVCache(model.config, small(name), max_cache_len=capacity) for _ in range(2))
+    cache, plain = (MixedKVCache(model, small(name), max_cache_len=capacity) for _ in range(2))
     calls = [
         lambda cache: model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache).logits,
         lambda cache: model(ids[:, 40:41], attention_mask=mask[:, :41], past_key_values=cache).logits,
@@ -92,7 +92,7 @@ def test_the_mask_after_a_crop_into_padding(model):
     mask[0, :20] = 0
     logits = []
     for capacity in (None, 100):
-        cache = MixedKVCache(model.config, "full", max_cache_len=capacity)
+        cache = MixedKVCache(model, "full", max_cache_len=capacity)
         with torch.no_grad():
             model(ids, attention_mask=mask, past_key_values=cache)
             cache.crop(-15)
@@ -104,7 +104,7 @@ def test_the_mask_after_a_crop_into_padding(model):
 
 
 def test_a_refused_crop_changes_no_layer(model):
-    cache = MixedKVCache(model.config, small("arkv", budget_tokens=48), layers={"0": "full"})
+    cache = MixedKVCache(model, small("arkv", budget_tokens=48), layers={"0": "full"})
     with torch.no_grad():
         model(prompt(1, 150), past_key_values=cache)
     before = bits(cache)
@@ -116,7 +116,7 @@ def test_a_refused_crop_changes_no_layer(model):
 
 @pytest.mark.parametrize("capacity", [None, 100])
 def test_a_model_with_fewer_layers(model, capacity):
-    cache = MixedKVCache(model.config, "full", max_cache_len=capacity)
+    cache = MixedKVCache(model, "full", max_cache_len=capacity)
     short = build("llama", num_hidden_layers=1)
     with torch.no_grad():
         short(prompt(1, 20), past_key_values=cache)
@@ -132,7 +132,7 @@ def test_a_model_with_fewer_layers(model, capacity):
 def test_interrupted_with_stock_layers(layer):
     """Layers that Transformers makes are as far as the others, or are taken back with them."""
     model = build("gemma3")
-    cache = MixedKVCache(model.config, small("kitty"))
+    cache = MixedKVCache(model, small("kitty"))
     ids = prompt(1, 14)
 
     def interrupt(*_):
@@ -152,7 +152,7 @@ def test_interrupted_with_stock_layers(layer):
         if layer < 2:
             model(ids[:, 10:13], past_key_values=cache)
         got = model(ids[:, 13:], past_key_values=cache).logits
-        expected = model(ids, past_key_values=MixedKVCache(model.config, "full")).logits[:, -1:]
+        expected = model(ids, past_key_values=MixedKVCache(model, "full")).logits[:, -1:]
     torch.testing.assert_close(got, expected, rtol=0.3, atol=0.3)
 
 
@@ -184,8 +184,8 @@ def test_padding_throughout(model, name, capacity):
     """A batch without any token holds none, and the tokens after it are a prompt."""
     ids, mask = prompt(2, 90), torch.zeros(2, 90, dtype=torch.long)
     mask[:, 40:] = 1
-    cache = MixedKVCache(model.config, small(name), max_cache_len=capacity)
-    alone = MixedKVCache(model.config, small(name), max_cache_len=capacity)
+    cache = MixedKVCache(model, small(name), max_cache_len=capacity)
+    alone = MixedKVCache(model, small(name), max_cache_len=capacity)
     with torch.no_grad():
         model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache)
         cache.integrity_check()
@@ -200,7 +200,7 @@ def test_padding_throughout(model, name, capacity):
 def test_memory_counts_what_is_kept_alive(family, name):
     """Views keep all of the memory that they are of, as those of sliding layers do after a prompt."""
     model = build(family)
-    cache = MixedKVCache(model.config, small(name))
+    cache = MixedKVCache(model, small(name))
     with torch.no_grad():
         for tokens in (200, 1, 30, 1):
             model(prompt(2, tokens), past_key_values=cache)
@@ -240,7 +240,7 @@ def test_numbers_beyond_float16():
 
 @pytest.mark.parametrize("capacity", [None, 60])
 def test_arguments_that_make_no_sense(model, capacity):
-    cache = MixedKVCache(model.config, "kitty", max_cache_len=capacity)
+    cache = MixedKVCache(model, "kitty", max_cache_len=capacity)
     with torch.no_grad():
         model(prompt(2, 20), past_key_values=cache)
     before = bits(cache)
@@ -303,7 +303,7 @@ def test_what_the_check_finds(model, kind):
 
 
 def test_debug_looks_before_each_forward(model):
-    cache = MixedKVCache(model.config, small("kitty-pro"), debug=True)
+    cache = MixedKVCache(model, small("kitty-pro"), debug=True)
     with torch.no_grad():
         for tokens in (40, 1, 1):
             model(prompt(2, tokens), past_key_values=cache)

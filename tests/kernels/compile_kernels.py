@@ -341,9 +341,9 @@ def step(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, tokens: i
     state = views_of_buffer(torch.zeros(buffer_bytes(plan), dtype=torch.uint8), plan)
     advance(tensor(rows, heads, tokens, dim, dtype), tensor(rows, heads, tokens, dim, dtype), state, plan)
     if plan.sums_queries:
-        query_states, signed = tensor(rows, 4 * heads, tokens, dim, dtype), query == "signed"
-        observe(query_states, state.sums, state.counts, state.sealed, state.weight, signed)
-        observe(query_states, state.sums, state.counts, signed=signed)
+        query_states = tensor(rows, 4 * heads, tokens, dim, dtype)
+        observe(query_states, state.sums, state.counts, state.sealed, state.weight)
+        observe(query_states, state.sums, state.counts)
     seal_due(state, plan, tokens)
 
 
@@ -373,7 +373,6 @@ IN_SLOTS = (
     ("s0;k0;v0;2c32p128+4x32+16x8/2t32p128", range_rule(), "total", F16, 128),
     ("s4;k128;v128;4c128p128n/2t128p128n", "", "", BF16, 128),
     ("s4;k128;v128;4t128p128/4t128p128", "", "", BF16, 128),
-    ("s4;k0;v0;2c32p128e2/2t32p128", "", "signed", BF16, 128),
     # For `dequantized`.
     ("s4;k0;v0;2c8p24/4t16p24", "", "", BF16, 80),
 )
@@ -387,7 +386,6 @@ STEPS = (
     ("s0;k0;v0;2c32p32/2t32p32|4t32p32/4t32p32", "", "", BF16, 1),
     ("w128;s0;k0;v0;16t1p32/16t1p32", "", "", BF16, 1),
     ("s4;k0;v128;2c128p128f4+4x32/2t128p128f4", "error", "sum", BF16, 1),
-    ("s4;k0;v128;2c128p128f4e2+4x32/2t128p128", "error", "signed", BF16, 1),
 )
 """Steps without the host: store, rule, what of the queries is kept, dtype, tokens."""
 
@@ -403,8 +401,6 @@ STORES = (
     (128, 128, BF16, "s0;k0;v0;2c32p32/2t32p32|4t32p32/4t32p32", {}),
     (128, 128, BF16, "s4;k65664;v65664;4c128p128n/2t128p128n", {"queries": 2}),
     (128, 128, BF16, "s4;k0;v0;2c32p128n+4x32+16x8/4t128p128n", {"mask": "float"}),
-    (128, 128, BF16, "s4;k0;v128;2c128p128e2+4x32/2t128p128", {"queries": 2}),
-    (96, 96, F16, "s4;k0;v0;4c32p128e1/2t96p128", {"mask": "float"}),
     (128, 128, BF16, "w200;s0;k0;v0;2c64p128+4x64/2t128p128", {"queries": 2}),
     (64, 64, BF16, "w128;s0;k0;v0;16t1p32/16t1p32", {"sinks": True, "mask": "bool"}),
     (256, 256, BF16, "w200;s0;k128;v0;4t256p128/4t256p128", {"softcap": 5.0}),
@@ -416,7 +412,6 @@ STORES = (
     (80, 80, BF16, "s4;k0;v0;2c8p24+16x5+4x3/4t16p24", {"queries": 5}),
     (96, 96, BF16, "s4;k65568;v65568;2c8p24n/4t16p24n", {}),
     (96, 80, F32, "s4;k32;v16;2c32p32+4x8/2t80p32", {"mask": "float", "sinks": True}),
-    (80, 80, BF16, "s4;k0;v0;2c8p24e3/4t16p24", {}),
     (320, 320, BF16, "s4;k0;v0;2c32p64+4x8+16x8/2t320p64", {}),
     (80, 80, BF16, "s4;k0;v16;4c8p32nf2/2t16p32f4", {}),
     (128, 128, BF16, "s4;k0;v0;4t128p32f2/4t32p32f3", {}),
@@ -514,10 +509,6 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]], quick
         with case(f"sums of queries, heads of {dim}, {dtype}"):
             rows = torch.zeros(3, dtype=torch.int32)
             kernels.query_sums(tensor(2, 8, 700, dim, dtype), rows, rows, rows + 700, 700, 2, dim == 80)
-    for dtype, dim in ((BF16, 128), (F16, 80)):
-        with case(f"two parts of attention joined, heads of {dim}, {dtype}"):
-            out, lse = tensor(2, 4, 40, dim, dtype), torch.zeros(2, 4, 40)
-            kernels.join(out, lse, out.clone(), lse.clone())
     for dtype, dim in ((BF16, 128), (F16, 80)):
         with case(f"smooth, heads of {dim}, {dtype}"):
             kernels.smooth(*(torch.zeros(2, heads, 3, dim, dtype=dtype) for heads in (8, 2)), torch.zeros(3, 2, dim))

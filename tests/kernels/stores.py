@@ -215,15 +215,12 @@ def _put(view: RunView, fmt: PageFormat, side: str, row: int, positions: Tensor,
         if fmt.normed:
             size = page if fmt.axis == "channel" else x.shape[-1]
             norm = torch.rand(1, x.shape[1], size).add(0.5).half()
-        exact = torch.rand(1, x.shape[1], page).argsort(-1)[..., : fmt.exact] if fmt.exact else None
-        made = quantize_pages(tokens, fmt, side, widths, norm, exact)
+        made = quantize_pages(tokens, fmt, side, widths, norm)
         known[row, :, chosen] = dequantize_pages(made, fmt, side, x.shape[-1])[0, :, : len(chosen)]
         for name, part, new in zip(fmt.names, parts, made, strict=True):
             own = part[view.table[row, block].long()]
             # Slots that are not sealed keep their NaN; what has no token axis is written whole.
             axis = {
-                "exact": None,
-                "exact_index": None,
                 "full_index": None,
                 "high_index": None,
                 "high": None,

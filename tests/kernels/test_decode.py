@@ -16,8 +16,6 @@ CASES = {
     "2c-2t-raised-4": Case(runs="2c32p32+4x9/2t64p32"),
     "2c-2t-raised-4-16": Case(runs="2c32p32+4x16+16x5/2t64p32", dtype=torch.bfloat16),
     "4c-2t-raised-16": Case(runs="4c32p32+16x8/2t16p32"),
-    "2c-exact": Case(runs="2c8p32e2+4x8/2t32p32", dtype=torch.bfloat16),
-    "2c-exact-dim-80": Case(runs="2c8p24e1/4t16p24", head_dim=80, keys=[[72], [24]], values=[[70], [30]], pages=5),
     "2c-groups": Case(runs="2c8p32+4x8/2t32p32"),
     "4t-4t": Case(runs="4t64p32/4t64p32", keys=[[70], [33]], values=[[70], [33]], tail=(20, 20)),
     "4t-4t-groups": Case(runs="4t16p32/4t8p32", keys=[[69], [30]], values=[[70], [33]]),
@@ -66,9 +64,6 @@ CASES = {
             ("2c-raised-4", "2c128p128+4x20/2t128p128", 128, torch.bfloat16, 0, 7),
             ("2c-share-3", "2c128p128/2t128p128", 128, torch.bfloat16, 128, 3),
             ("4t-share-1", "4t64p128/4t64p128", 64, torch.float16, 0, 1),
-            ("2c-exact", "2c128p128e2+4x20/2t128p128", 128, torch.bfloat16, 0, 4),
-            ("2c-exact-dim-96", "2c32p128e1+16x5/2t96p128", 96, torch.float16, 0, 3),
-            ("4c-exact-rotated", "4c64p128e3/4t128p128", 128, torch.bfloat16, 128, 7),
             ("2c-groups", "2c32p128/2t32p128", 128, torch.float16, 0, 4),
             ("2c-groups-dim-96", "2c64p128/2t96p128", 96, torch.bfloat16, 0, 16),
             ("2c-raised-4-16", "2c32p128+4x16+16x5/2t32p128", 128, torch.bfloat16, 0, 1),
@@ -117,7 +112,7 @@ CASES = {
         )
         for queries, share, runs in (
             (2, 4, "2c128p128/2t128p128"),
-            (5, 4, "2c128p128e2/2t128p128"),
+            (5, 4, "2c128p128/2t128p128"),
             (3, 7, "4t128p128/4t128p128"),
             (16, 4, "2c32p128/2t32p128"),
         )
@@ -568,8 +563,6 @@ INTERPRETED = (
         "4t",
         "4t-share-1",
         "2c-raised-4-16",
-        "2c-exact",
-        "4c-exact-rotated",
         "4t-groups",
         "8t",
         "16-dim-80",

@@ -28,7 +28,6 @@ LONG = Case(
 CASES = {
     "2c-2t": Case(),
     "2c-groups": Case(runs="2c8p32+4x8/2t32p32", dtype=torch.float16),
-    "2c-exact": Case(runs="2c16p32e2+4x9/4t64p32", dtype=torch.bfloat16),
     "2c-raised-4": Case(runs="2c32p32+4x9/4t64p32", dtype=torch.bfloat16),
     "2c-raised-4-16": Case(runs="2c16p32+4x16+16x5/2t64p32", dtype=torch.bfloat16),
     "2c32p128": replace(LONG, runs="2c32p128/2t32p128", dtype=torch.bfloat16),

@@ -20,7 +20,7 @@ SCHEMES = {
     "kitty": ("kitty", {"sink_length": 4, "local_length": 16, "page_size": 16}),
     "kitty-odd": ("kitty", {"sink_length": 3, "local_length": 37, "page_size": 8}),
     "kitty-bare": ("kitty", {"sink_length": 0, "local_length": 0, "page_size": 32}),
-    "kitty-pro": ("kitty-pro", {"sink_length": 5, "local_length": 11, "page_size": 24, "token_norm": True}),
+    "kitty-pro": ("kitty-pro", {"sink_length": 5, "local_length": 11, "page_size": 24}),
     "kivi-2": ("kivi-2", {"sink_length": 2, "local_length": 16, "group_size": 16}),
     "kivi-2-groups": ("kivi-2", {"sink_length": 0, "local_length": 32, "group_size": 8}),
     "kivi-4": ("kivi-4", {"sink_length": 7, "local_length": 8, "group_size": 8}),

@@ -26,7 +26,6 @@ PLANS = {
     "normed": ("s0;k32;v32;4c16p16n/2t32p16n", (0, 0), (16, 16), "", ""),
     "all queries": ("s0;k0;v0;2c8p16+4x8+16x8/2t8p16", (0, 0), (16, 16), range_rule(), "total"),
     "fitted": ("s0;k32;v0;2c8p16f3+4x8/2t8p16f4", (0, 0), (16, 1), "error", "sum"),
-    "exact keys": ("s4;k0;v0;2c16p16e2+4x8/2t32p16", (0, 16), (16, 16), "error", "signed"),
     "two runs": ("s2;k0;v0;2c8p32/2t8p32|4t8p32/4t8p32", (3, 3), (8, 8), "", ""),
     "two runs, fp8": ("s0;k0;v0;8t32p16/8t32p16|16t1p16/16t1p16", (16, 16), (16, 16), "", "keep"),
 }

@@ -103,7 +103,7 @@ def held(model, cache, prompt, generated=0, chunk=None, batch=2):
 def made(model, name, reader, **options):
     if "tags" in get_preset(name).needs:
         return TriAxialCache(model, reader, **options)
-    return MixedKVCache(model.config, name, **options)
+    return MixedKVCache(model, name, **options)
 
 
 # Each scheme under one name.

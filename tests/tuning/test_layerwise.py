@@ -312,5 +312,5 @@ def test_tiny_model():
     # The first step takes the layer that gains most a bit.
     best = min((cell.score.value, cell.layer) for cell in plan.table)[1]
     assert plan.steps[0].changes == ((best, "full"),)
-    cache = MixedKVCache(model.config, plan.preset, attach=False)
+    cache = MixedKVCache(model, plan.preset, attach=False)
     assert [layer.scheme for layer in cache.layers] == plan.preset.by_layer(3)

@@ -94,7 +94,7 @@ def filled():
         "mixkvq": get_scheme("mixkvq", select="thresholds", tau_bf16=0.9, tau_int4=0.4),
         "kivi-2": get_scheme("kivi-2"),
     }.items():
-        cache = caches[name] = MixedKVCache(model.config, scheme)
+        cache = caches[name] = MixedKVCache(model, scheme)
         ids = torch.randint(3, 120, (2, 300), generator=torch.Generator().manual_seed(1))
         with torch.inference_mode():
             model(input_ids=ids, past_key_values=cache, use_cache=True)
@@ -126,7 +126,7 @@ class TestChannels:
         """Thresholds that no channel passes leave every rank empty, and empty ranks name channel 0."""
         model = build("qwen3")
         scheme = get_scheme("mixkvq", select="thresholds", tau_bf16=100.0, tau_int4=100.0)
-        cache = MixedKVCache(model.config, scheme)
+        cache = MixedKVCache(model, scheme)
         with torch.inference_mode():
             model(input_ids=torch.randint(3, 120, (1, 300)), past_key_values=cache, use_cache=True)
         assert all(share.sum() == 0 for widths in plots.raised_channels(cache).values() for share in widths.values())

@@ -100,7 +100,7 @@ class TestCommand:
         assert done.exit_code == 0, done.output
         lines = done.stdout.splitlines()
         assert lines[-2:] == [
-            'Python:  cache = MixedKVCache(model.config, "saw-int4")',
+            'Python:  cache = MixedKVCache(model, "saw-int4")',
             "Command: hfkvq demo --schemes saw-int4",
         ]
         assert max(map(len, lines[:-3])) <= 79
@@ -122,7 +122,7 @@ class TestCommand:
         found = json.loads(done.stdout)
         assert found["context"] == 32768
         assert [each["name"] for each in found["caches"]] == ["bf16", "kitty", DEFAULT_SCHEME]
-        assert found["recommended"]["python"] == "cache = MixedKVCache(model.config)"
+        assert found["recommended"]["python"] == "cache = MixedKVCache(model)"
         verb, option = ("serve", "scheme") if server else ("demo", "schemes")
         assert found["recommended"]["command"] == f"hfkvq {verb} --model {tmp_path} --{option} {DEFAULT_SCHEME}"
 
@@ -155,7 +155,7 @@ class TestCommand:
         assert "Measuring 4 caches on 4 windows of 512 tokens" in said
         assert "+0.40 % (-0.60 to +1.40)" in said
         assert "too few to be sure: give more with --windows" in said
-        assert 'Python: cache = MixedKVCache(model.config, "kitty-pro")' in said
+        assert 'Python: cache = MixedKVCache(model, "kitty-pro")' in said
         assert (
             "Verdict: lossy; 99.9 % KLD 1.5, safe is up to 1 (by divergence; `hfkvq doctor --presets kitty-pro`" in said
         )

@@ -62,8 +62,7 @@ class LayerBase:
         record_past: whether the newest tokens stay unsealed, so that they can be taken back.
         latents: whether keys are latents and values their rotary parts, which a step attends to as they are.
         holds_latents: whether they are such, however a step attends to them.
-        follows: the model's type, where its own attention's arithmetic on handles is followed; else empty.
-        hides_by_tensor: where that attention is known to hide tokens by a value that lies on the device.
+        own_attention: the model's type, where the model looks no attention implementation up; else empty.
         edition: grows whenever the layer changes, by which handles know whether they are good.
         offloaded: whether pages lie in the host's memory.
         window: tokens that a query sees; 0 for all.
@@ -78,8 +77,7 @@ class LayerBase:
     heads: int
     batch_size: int
     latents = holds_latents = smooths_by_prompt = False
-    follows = ""
-    hides_by_tensor: frozenset[tuple[str, int, bool]] = frozenset()
+    own_attention = ""
 
     def __init__(
         self, scheme: Scheme, reader: PaddingReader, capacity: int | None, defer: bool, debug: bool, window: int = 0

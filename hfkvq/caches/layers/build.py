@@ -30,7 +30,6 @@ from ..once import say_once
 from ..preset import Preset
 from ..scheme import Scheme, latent_layout, warn_of_limits
 from ..window import in_window
-from .followed import RECORDABLE, follow
 from .group import DeviceSync
 from .hybrid import HybridLayer
 from .layer import KVLayer
@@ -90,7 +89,7 @@ def build_layers(
     debug: bool = False,
     name: str = "",
     offloading: bool | int = False,
-    follows: bool = False,
+    own_attention: bool = False,
 ) -> Layers:
     """Makes the layers of an empty cache.
 
@@ -103,7 +102,7 @@ def build_layers(
         debug: see `hfkvq.MixedKVCache`.
         name: of the model, for messages.
         offloading: see `hfkvq.MixedKVCache`.
-        follows: whether handles follow attention that the model computes itself.
+        own_attention: whether the model looks no attention implementation up.
 
     Raises:
         ValueError: a head dim that a scheme cannot hold, no attention layers, or layers that cannot be offloaded.
@@ -150,9 +149,8 @@ def build_layers(
     # Steps are recorded with "hfkvq" attention only, and need every layer to be of a kind that can be.
     why = "the attention implementation is not switched"
     as_they_are = [latents is not None and latent_layout(each, *latents) is not None for each in schemes]
-    records = attach or (follows and text.model_type in RECORDABLE)
-    why = "debug looks at every token" if records else why
-    if records and not debug and held:
+    why = "debug looks at every token" if attach else why
+    if attach and not debug and held:
         own = [schemes[i] for i in held]
         why = _why_not_recorded(text, own, sharing is not None or shares, dims)
         if latents is not None and not all(as_they_are[i] for i in full):
@@ -174,8 +172,7 @@ def build_layers(
         layers[i] = layer = HybridLayer(*options, count) if count else KVLayer(*options, window)
         layer.offloaded = i in offloaded
         layer.holds_latents, layer.latents = latents is not None, attach and as_they_are[i]
-        if follows:
-            follow(layer, text.model_type)
+        layer.own_attention = text.model_type if own_attention else ""
         if layer.eviction is not None:
             layer.eviction.place = i, len(layers)
     if not held:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..once import say_once
+from .handle import dense_of
 from .layer import KVLayer
-from .lazy import dense_of
 
 
 @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import Side
@@ -15,35 +17,49 @@ from ..store import MAX_STEP
 from .base import LayerBase
 from .forward import attend
 from .gradient import refuse_gradient
-from .lazy import LazyTensor
-from .steps import StepKV
+
+# Reading these does not touch the data.
+_METADATA = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "grad", "is_cuda",
+                 "is_sparse", "is_quantized", "is_meta", "is_mps", "is_xpu", "is_nested", "names", "itemsize", "nbytes")
+    if hasattr(getattr(Tensor, name, None), "__get__")
+} | {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point,
+    Tensor.is_complex, Tensor.element_size, Tensor.get_device, Tensor.__len__,
+}  # fmt: skip
 
 
-class LazyKV(LazyTensor):
+class LazyKV(torch.Tensor):
     """Stands for a layer's keys or values: (B, H, T, D) in logical shape, no storage.
 
     The "hfkvq" attention, and PyTorch's `scaled_dot_product_attention`, attend to the pages behind it. ``repeat_kv``
-    and no-op conversions give another handle; where a layer `LayerBase.follows` the model's own attention, other views
-    and dtypes do so, too. Any other function gets the dequantized tensor: right, only slower.
+    and no-op conversions give another handle. Any other function gets the dequantized tensor: right, only slower.
 
     A handle is good until the layer changes: the next update, a crop, a reorder or a reset.
 
     Attributes:
+        handlers: functions that need no data; a handler that declines returns NotImplemented.
         side: "keys" or "values".
         repeats: query heads per KV head that the shape pretends to.
-        form: "bhsd", or "tiled", or a stage of ``repeat_kv``: "bh1sd", "bhnsd"; with batch and heads in one, "nsd";
-            transposed, "bhds" or "nds".
+        form: "bhsd", or "tiled", or a stage of ``repeat_kv``: "bh1sd", "bhnsd".
     """
+
+    handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
 
     _layer: LayerBase
     _edition: int
     side: Side
     repeats: int
     form: str
-    # Of a recorded step, in which there is nothing to dequantize.
-    step: StepKV | None
-    # What has been dequantized of all views of an update's keys, or values.
+    # Dequantized once for all views of an update's keys, or values.
     _made: list[Tensor]
+
+    # ``x += y`` binds x anew, to another tensor.
+    __iadd__ = Tensor.__add__  # type: ignore[assignment]
+    __isub__ = Tensor.__sub__  # type: ignore[assignment]
+    __imul__ = Tensor.__mul__  # type: ignore[assignment]
+    __itruediv__ = Tensor.__truediv__  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -53,14 +69,11 @@ class LazyKV(LazyTensor):
         repeats: int = 1,
         form: str = "bhsd",
         shape: tuple[int, ...] | None = None,
-        dtype: torch.dtype | None = None,
     ) -> LazyKV:
         shape = layer.logical_shape(side) if shape is None else shape
-        dtype = dtype or layer.dtype
-        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=layer.device)
-        handle.sizes, handle.kind = shape, dtype
+        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=layer.device)
         handle._layer, handle._edition, handle.side = layer, layer.edition, side
-        handle.repeats, handle.form, handle.step, handle._made = repeats, form, None, []
+        handle.repeats, handle.form, handle._made = repeats, form, []
         return handle
 
     @property
@@ -84,19 +97,14 @@ class LazyKV(LazyTensor):
         """Side and logical shape; never the data."""
         return f"LazyKV({self.side}, {tuple(self.shape)})"
 
-    def like(
-        self, form: str, shape: tuple[int, ...], repeats: int | None = None, dtype: torch.dtype | None = None
-    ) -> LazyKV:
+    def like(self, form: str, shape: tuple[int, ...], repeats: int | None = None) -> LazyKV:
         """Another view of the same data."""
-        repeats = self.repeats if repeats is None else repeats
-        view = LazyKV(self.hfkvq_layer, self.side, repeats, form, shape, dtype or self.kind)
-        view.step, view._made = self.step, self._made
+        view = LazyKV(self.hfkvq_layer, self.side, self.repeats if repeats is None else repeats, form, shape)
+        view._made = self._made
         return view
 
     def _dequantized(self, layer: LayerBase) -> Tensor:
         """(B, H, T, D); of a step made once, as some attention asks for it twice."""
-        if self.step is not None:
-            raise RuntimeError("A recorded step cannot dequantize: the model's own attention could not be followed.")
         if layer.defer or layer.staged_length > MAX_STEP or layer.staged_length == layer.seen:
             return layer.dense(self.side)
         if not self._made:
@@ -113,23 +121,72 @@ class LazyKV(LazyTensor):
         layer = self.hfkvq_layer
         layer.check_complete()
         dense = refuse_gradient(layer, self._dequantized(layer))
-        transposed = self.form in ("bhds", "nds")
-        if dense.shape[2] != self.shape[-1 if transposed else -2]:
+        if dense.shape[2] != self.shape[-2]:
             raise RuntimeError(
                 "These keys or values have fallen out of the layer's window since they were attended to; take a copy "
                 "(x.clone()) of what is needed later."
             )
         if self.form == "bh1sd":
-            return dense[:, :, None].to(self.kind)
+            return dense[:, :, None]
         if self.form == "tiled":
-            return dense.repeat(1, self.repeats, 1, 1).to(self.kind)
+            return dense.repeat(1, self.repeats, 1, 1)
         if self.repeats != 1 or self.form == "bhnsd":
             batch, heads, length, dim = dense.shape
             dense = dense[:, :, None].expand(batch, heads, self.repeats, length, dim)
             dense = dense if self.form == "bhnsd" else dense.reshape(batch, heads * self.repeats, length, dim)
-        if self.form in ("nsd", "nds"):
-            dense = dense.flatten(0, 1)
-        return (dense.transpose(-1, -2) if transposed else dense).to(self.kind)
+        return dense
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Metadata, then what has a handler, then compute on touch."""
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        handler = cls.handlers.get(func)
+        if handler is not None:
+            try:
+                result = handler(*args, **kwargs)
+            except TypeError as error:
+                # From inside the handler, or does it not know arguments of these names?
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise
+                result = NotImplemented
+            if result is not NotImplemented:
+                return result
+        if _writes(func, args, kwargs):
+            raise _refuse_write(func)
+        return func(*tree_map(dense_of, args), **tree_map(dense_of, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Reached from C++ (custom attention kernels, scripted functions): compute."""
+        if func._schema.is_mutable:
+            for own, x in zip(func._schema.arguments, args, strict=False):
+                if own.alias_info is not None and own.alias_info.is_write and isinstance(x, LazyKV):
+                    raise _refuse_write(func)
+        return func(*tree_map(dense_of, args), **tree_map(dense_of, kwargs or {}))
+
+
+def dense_of(x: Any) -> Any:
+    """The dequantized tensor of a handle; anything else as it is."""
+    return x.materialize() if isinstance(x, LazyKV) else x
+
+
+def _writes(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function would write to a handle."""
+    name = getattr(func, "__name__", "")
+    writes = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+    if (writes or kwargs.get("inplace") is True) and args and isinstance(args[0], LazyKV):
+        return True
+    return isinstance(kwargs.get("out"), LazyKV)
+
+
+def _refuse_write(func: Any) -> RuntimeError:
+    return RuntimeError(
+        f"{func.__name__}: cached keys and values cannot be changed in place, the change would be lost; work on a copy "
+        "(x.clone())."
+    )
 
 
 def handles(layer: LayerBase, batch: int, heads: int, seen: int, key_dim: int, value_dim: int) -> tuple[LazyKV, LazyKV]:
@@ -185,11 +242,6 @@ def _expand(handle: Any, *shape: Any) -> Any:
 
 def _reshape(handle: Any, *shape: Any) -> Any:
     sizes = _sizes(shape)
-    if isinstance(handle, LazyKV) and handle.form == "bhsd" and len(sizes) == 3 and handle._layer.follows:
-        batch, heads, length, dim = handle.sizes
-        own = batch * heads, length, dim
-        fits = all(asked in (-1, size) for asked, size in zip(sizes, own, strict=True)) and sizes.count(-1) < 2
-        return handle.like("nsd", own) if fits else NotImplemented
     if not isinstance(handle, LazyKV) or handle.form != "bhnsd" or len(sizes) != 4:
         return NotImplemented
     batch, heads, repeats, length, dim = handle.shape
@@ -207,34 +259,20 @@ def _repeat(handle: Any, *sizes: Any) -> Any:
     return handle.like("tiled", (batch, heads * sizes[1], length, dim), sizes[1])
 
 
-_TURNED = {"bhsd": "bhds", "bhds": "bhsd", "nsd": "nds", "nds": "nsd"}
-
-
-def _transpose(handle: Any, first: int, second: int) -> Any:
-    turned = _TURNED.get(handle.form) if isinstance(handle, LazyKV) and handle._layer.follows else None
-    dims = len(handle.sizes)
-    if turned is None or {first % dims, second % dims} != {dims - 2, dims - 1}:
-        return NotImplemented
-    *outer, rows, columns = handle.sizes
-    return handle.like(turned, (*outer, columns, rows))
-
-
 def _same(handle: Any, *args: Any, **kwargs: Any) -> Any:
     return handle
 
 
 def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
-    layer, dtype = handle._layer, handle.kind
+    layer = handle._layer
     for x in (*args, *kwargs.values()):
-        if isinstance(x, torch.dtype) and x != dtype:
-            if not layer.follows or not x.is_floating_point:
-                return NotImplemented
-            dtype = x
+        if isinstance(x, torch.dtype) and x != layer.dtype:
+            return NotImplemented
         if isinstance(x, (str, torch.device)) and torch.device(x) != layer.device:
             return NotImplemented
         if isinstance(x, Tensor):
             return NotImplemented
-    return handle if dtype == handle.kind else handle.like(handle.form, handle.sizes, dtype=dtype)
+    return handle
 
 
 def _float(handle: Any) -> Any:
@@ -257,7 +295,7 @@ def _attend(
     layer = key.hfkvq_layer
     if value.hfkvq_layer is not layer or key.form != "bhsd" or value.form != "bhsd" or key.side == value.side:
         return NotImplemented
-    if dropout_p or key.kind != layer.dtype or value.kind != layer.dtype:
+    if dropout_p:
         return NotImplemented
     queries, columns = query.shape[2], key.shape[2]
     mask = attn_mask
@@ -286,8 +324,6 @@ LazyKV.handlers = {
     Tensor.reshape: _reshape,
     torch.reshape: _reshape,
     Tensor.view: _reshape,
-    Tensor.transpose: _transpose,
-    torch.transpose: _transpose,
     Tensor.float: _float,
     Tensor.repeat: _repeat,
     Tensor.contiguous: _same,

@@ -14,7 +14,6 @@ from ..scheme import latent_layout
 from ..smoothing import of_keys
 from ..store import KVStore
 from . import changes
-from .followed import COUNTS_KEYS, recorded_handles, refuse_unseen
 from .handle import LazyKV, handles
 from .incoming import check_update, is_allocated_for
 from .paged import PagedLayer
@@ -112,10 +111,7 @@ class KVLayer(PagedLayer, CacheLayerMixin):
         """
         if self.steps is not None:
             if is_recorded():
-                found = self.steps.record(key_states, value_states)
-                if self.follows:
-                    return recorded_handles(self, found[0], self.steps.buffer.room)
-                return found  # type: ignore[return-value]
+                return self.steps.record(key_states, value_states)  # type: ignore[return-value]
             self.steps.before_update(key_states.shape[2])
         check_update(self, key_states, value_states)
         if self.smooths and not self.seen:
@@ -129,8 +125,12 @@ class KVLayer(PagedLayer, CacheLayerMixin):
         if self.smoothing is not None:
             key_states = self.smoothing.keys(key_states)
         unseen = self.new_columns and self.store is not None
-        if unseen and self.eviction is not None and self.follows:
-            raise refuse_unseen(self)
+        if unseen and self.eviction is not None and self.own_attention:
+            raise ValueError(
+                f"scheme: {self.scheme.name!r} evicts tokens by the queries that attention shows, but this model's own "
+                f"attention ({self.own_attention}) shows none; choose a scheme that keeps every token, e.g. "
+                "'kitty-pro'."
+            )
         if not is_allocated_for(self, key_states, value_states):
             self.lazy_initialization(key_states, value_states)
         self.settle()
@@ -150,8 +150,6 @@ class KVLayer(PagedLayer, CacheLayerMixin):
 
         A number on the device in a recorded step, and where the host does not know it.
         """
-        if self.steps is not None and self.follows in COUNTS_KEYS and is_captured():
-            return self.steps.buffer.room
         return self.seen if self.steps is None else self.steps.length(self.seen)
 
     def get_query_offset(self) -> Any:

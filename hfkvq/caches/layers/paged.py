@@ -66,7 +66,7 @@ class PagedLayer(LayerBase):
     ) -> None:
         super().__init__(scheme, reader, capacity, defer, debug, window)
         needs = scheme.needs
-        self.queries = QueryStatistics("signs" in needs, "history" in needs) if "query" in needs else None
+        self.queries = QueryStatistics("history" in needs) if "query" in needs else None
         self.tags = TokenTags() if "tags" in needs else None
         self.eviction = _evictor(self) if scheme.evicts else None
         self.buffer = StepBuffer(self, self.queries, self.eviction) if recordable else None

@@ -78,7 +78,7 @@ def sealing_rules(scheme: Scheme, layout: Layout, key_dim: int) -> tuple[str, st
     """``rule`` and ``query`` of `StepPlan`, as a scheme that keeps all tokens has them."""
     needs = scheme.needs
     rule = scheme.step_rule(key_dim) if layout.keys.formats[-1].raised else None
-    summed = "signed" if "signs" in needs else "total" if "history" in needs else "sum"
+    summed = "total" if "history" in needs else "sum"
     return rule or "", summed if "query" in needs else ""
 
 

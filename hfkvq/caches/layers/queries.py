@@ -19,24 +19,23 @@ from ..store.packing import Packed
 
 
 class QueryStatistics:
-    """Mean of a layer's queries, or of their magnitudes, in each channel, since a row's keys were last sealed.
+    """Mean of the magnitudes of a layer's queries in each channel, since a row's keys were last sealed.
 
     When a prompt is sealed, the queries of its newest tokens, which fill no page yet, stay counted: with those to come
     they are the window that the next page is judged by.
 
     Args:
-        signed: whether queries are counted as they are; else their magnitudes.
         always: whether all queries count, since the row's first one; seals then change nothing.
 
     Attributes:
-        sums: f64 (B, H, D), sums of queries or magnitudes; None before the first query.
+        sums: f64 (B, H, D), sums of magnitudes; None before the first query.
         counts: i32 (H, B), queries in them, which each head counts for itself; None before the first query.
         newest: the same of a prompt's newest queries, f64 (B, H, n, D), 0 where there is padding, and which of them
             are real, bool (B, n); None when what is due of it has been sealed.
     """
 
-    def __init__(self, signed: bool = False, always: bool = False) -> None:
-        self.signed, self.always = signed, always
+    def __init__(self, always: bool = False) -> None:
+        self.always = always
         self.sums: Tensor | None = None
         self.counts: Tensor | None = None
         self.newest: tuple[Tensor, Tensor] | None = None
@@ -60,7 +59,7 @@ class QueryStatistics:
             query = query.flatten(1, 2)[:, :, None]
         sums, counts = self.sums, self.counts
         if padding is None and sums is not None and counts is not None and query.shape[2] <= MAX_STEP:
-            observe(query.detach() if query.requires_grad else query, sums, counts, signed=self.signed)
+            observe(query.detach() if query.requires_grad else query, sums, counts)
             self.newest = None
         else:
             self._observe(query, tokens, heads, padding, waiting)
@@ -82,11 +81,11 @@ class QueryStatistics:
                 query = query.masked_fill(~real[:, None, :, None], 0)
         # Sums of f32 would depend on where padding stands; these are of few bits each.
         rows, stop = torch.arange(batch, dtype=torch.int32, device=query.device), torch.full_like(start, queries)
-        total = query_sums(query, rows, start, stop, queries, heads, self.signed)
+        total = query_sums(query, rows, start, stop, queries, heads)
         count = real.sum(1, dtype=torch.int32)
         if not self.always:
             newest, shown = query[:, :, -waiting:], real[:, -waiting:]
-            magnitude = (newest if self.signed else newest.abs()).double() * shown[:, None, :, None]
+            magnitude = newest.abs().double() * shown[:, None, :, None]
             self.newest = magnitude.unflatten(1, (heads, -1)).mean(2), shown
         if sums is None or counts is None:
             # Each head counts for itself, as in a step without the host.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hfkvq.kernels.groups import POWERS
-from hfkvq.kernels.pages import MOST_EXACT, PageFormat
+from hfkvq.kernels.pages import PageFormat
 from hfkvq.kernels.seal import random_rule
 
 from ..layout import rotation_block
@@ -52,18 +52,11 @@ class Kitty(Scheme):
         wide_from, wide_to: layers between these shares of the depth hold their values in 4 bits (none in the paper).
             For example, 0.55 and 0.8 mean layers 16 to 23 of 30.
         wide_keys_from, wide_keys_to: the same for keys (none in the paper).
-        token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys of
-            different size (not in the paper; 0.125 bits per element of keys at 128 channels).
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
-        clip_values: clip each value vector at this rank among its magnitudes, as a share of the head dim, when it is
-            sealed; 1 clips nothing (not in the paper; OSCAR, arXiv:2605.17757, takes 0.92 after a rotation).
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
             those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
             decoding stay the same.
         fit_values: the same for values.
-        exact_keys: number of keys in each page and KV head that are also stored in 16 bits and read instead of their
-            codes: those with the highest logits for the mean query since the last seal (not in the paper; each costs
-            0.125 bits per element of keys in pages of 128). Not with token_norm, nor with a score that uses queries.
     """
 
     name = "kitty"
@@ -111,12 +104,9 @@ class Kitty(Scheme):
     wide_to: float = knob(0.0, low=0.0, high=1.0)
     wide_keys_from: float = knob(0.0, low=0.0, high=1.0)
     wide_keys_to: float = knob(0.0, low=0.0, high=1.0)
-    token_norm: bool = knob(False, choices=(False, True), search=[False, True])
     rotate_values: bool = knob(False, choices=(False, True), search=[False, True])
-    clip_values: float = knob(1.0, low=0.5, high=1.0)
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
-    exact_keys: int = knob(0, low=0, high=MOST_EXACT)
 
     def __post_init__(self) -> None:
         """Checks each knob, and knobs that depend on one another."""
@@ -127,21 +117,10 @@ class Kitty(Scheme):
                 raise ValueError(
                     f"{side}_from: got {begin} with {side}_to={end}, allowed at most {side}_to; swap the two."
                 )
-        if self.exact_keys and self.key_bits == 4:
-            raise ValueError(f"exact_keys: got {self.exact_keys} with key_bits=4, allowed 0, since those are rotated.")
-        if self.exact_keys and self.token_norm:
-            raise ValueError(f"exact_keys: got {self.exact_keys} with token_norm, allowed 0; use one of the two.")
-        if self.exact_keys and self.score in _BY_QUERIES:
-            raise ValueError(
-                f"exact_keys: got {self.exact_keys} with score={self.score!r}, allowed 0, since queries are averaged "
-                "either with their signs or without; use score='error'."
-            )
 
     @property
     def needs(self) -> frozenset[str]:
-        """Queries, if they take part in the score or choose exact keys."""
-        if self.exact_keys:
-            return frozenset({"query", "signs"})
+        """Queries, if they take part in the score."""
         return frozenset({"query"}) if self.score in _BY_QUERIES and self.key_bits == 2 else frozenset()
 
     def boosted(self, head_dim: int) -> int:
@@ -153,21 +132,21 @@ class Kitty(Scheme):
         place = (layer + 0.5) / layers
         values = 4 if self.wide_from <= place < self.wide_to else self.value_bits
         own = replace(self, value_bits=values, wide_from=0.0, wide_to=0.0, wide_keys_from=0.0, wide_keys_to=0.0)
-        return replace(own, key_bits=4, exact_keys=0) if self.wide_keys_from <= place < self.wide_keys_to else own
+        return replace(own, key_bits=4) if self.wide_keys_from <= place < self.wide_keys_to else own
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """Sink, pages with raised key channels or keys of 4 bits, local window on the values."""
         page, count = self.page_size, self.boosted(key_dim)
         if self.key_bits == 4:
-            keys = PageFormat(4, "channel", page, page, normed=self.token_norm)
+            keys = PageFormat(4, "channel", page, page)
         else:
             group = page if self.group_size is None else self.group_size
             raised = ((4, count),) if count else ()
-            keys = PageFormat(2, "channel", group, page, raised, self.token_norm, self.fit, self.exact_keys)
+            keys = PageFormat(2, "channel", group, page, raised, fit=self.fit)
         values = PageFormat(self.value_bits, "token", value_dim, page, fit=self.fit_values)
         block = rotation_block(value_dim) if self.rotate_values else 0
         unit = page if self.value_unit is None else self.value_unit
-        own = SideLayout((values,), self.local_length, unit, rotate=block, clip=self.clip_values)
+        own = SideLayout((values,), self.local_length, unit, rotate=block)
         rotated = rotation_block(key_dim) if self.key_bits == 4 else 0
         return Layout(SideLayout((keys,), self.key_local_length, page, rotate=rotated), own, self.sink_length)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hfkvq.kernels.groups import POWERS
-from hfkvq.kernels.pages import MOST_EXACT, PageFormat
+from hfkvq.kernels.pages import PageFormat
 
 from ..layout import rotation_block
 from ..registry import Entry
@@ -36,17 +36,12 @@ class Kivi(Scheme):
         rotate_keys: rotate keys, and queries with them, by Hadamard blocks of up to 128 channels before their page is
             quantized per channel (not in the paper).
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
-        token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys of
-            different size (not in the paper; 0.125 bits per element of keys at 128 channels).
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
             those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
             decoding stay the same.
         fit_values: the same for values.
         smooth_keys: whether key channels are centred and scaled before they are rotated, and queries scaled to match
             (not in the paper): see `hfkvq.caches.smoothing`.
-        exact_keys: number of keys in each page and KV head that are also stored in 16 bits and read instead of their
-            codes: those with the highest logits for the mean query since the last seal (not in the paper; each costs
-            0.125 bits per element of keys in pages of 128). Not with token_norm or rotate_keys.
     """
 
     name = "kivi"
@@ -87,23 +82,9 @@ class Kivi(Scheme):
     sink_length: int = knob(0, low=0, high=1024, search=[0, 16, 32, 64])
     rotate_keys: bool = knob(False, choices=(False, True), search=[False, True])
     rotate_values: bool = knob(False, choices=(False, True), search=[False, True])
-    token_norm: bool = knob(False, choices=(False, True), search=[False, True])
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
     smooth_keys: bool = knob(False, choices=(False, True))
-    exact_keys: int = knob(0, low=0, high=MOST_EXACT)
-
-    def __post_init__(self) -> None:
-        """Checks each knob, and that exact keys go with the others."""
-        super().__post_init__()
-        for name in ("token_norm", "rotate_keys"):
-            if self.exact_keys and getattr(self, name):
-                raise ValueError(f"exact_keys: got {self.exact_keys} with {name}, allowed 0; use one of the two.")
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Queries, if they choose exact keys."""
-        return frozenset({"query", "signs"}) if self.exact_keys else frozenset()
 
     @property
     def smooths_keys(self) -> bool:
@@ -116,8 +97,7 @@ class Kivi(Scheme):
         if self.rotate_values and value_dim % group:
             group = value_dim
         bits = (self.bits if own is None else own for own in (self.key_bits, self.value_bits))
-        own, normed, exact = next(bits), self.token_norm, self.exact_keys
-        keys = PageFormat(own, "channel", self.group_size, page, normed=normed, fit=self.fit, exact=exact)
+        keys = PageFormat(next(bits), "channel", self.group_size, page, fit=self.fit)
         values = PageFormat(next(bits), "token", group, page, fit=self.fit_values)
         rotated = rotation_block(key_dim) if self.rotate_keys else 0
         block = rotation_block(value_dim) if self.rotate_values else 0

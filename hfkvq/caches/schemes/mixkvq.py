@@ -82,8 +82,6 @@ class MixKVQ(Scheme):
             head dim up to this.
         sink_length: first tokens kept in full precision.
         page_size: R, tokens sealed together, and window over which queries are averaged; a multiple of G.
-        token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys of
-            different size (not in the paper; 0.125 bits per element of keys at 128 channels).
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
             those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
             decoding stay the same.
@@ -122,7 +120,6 @@ class MixKVQ(Scheme):
     group_size: int = knob(32, low=8, high=1024, search=[32, 64, 128])
     sink_length: int = knob(32, low=0, high=1024, search=[0, 16, 32, 64])
     page_size: int = knob(128, low=8, high=1024)
-    token_norm: bool = knob(False, choices=(False, True), search=[False, True])
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
 
@@ -164,7 +161,7 @@ class MixKVQ(Scheme):
         wide, middle = self.room(key_dim)
         raised = tuple((width, count) for width, count in ((4, middle), (16, wide)) if count)
         group = next(g for g in range(min(self.group_size, value_dim), 0, -1) if value_dim % g == 0)
-        keys = PageFormat(2, "channel", self.group_size, self.page_size, raised, self.token_norm, self.fit)
+        keys = PageFormat(2, "channel", self.group_size, self.page_size, raised, fit=self.fit)
         values = PageFormat(2, "token", group, self.page_size, fit=self.fit_values)
         return Layout(
             SideLayout((keys,), unit=self.page_size), SideLayout((values,), unit=self.page_size), self.sink_length

@@ -29,7 +29,6 @@ from hfkvq.kernels.step import MAX_STEP
 from .accounting import StoreBytes
 from .growth import EVICTING_GROWTH, GROWTH
 from .kvstore import KVStore
-from .sealing import clipped
 from .state import SIDES, StoreState
 from .view import StoreView
 from .windows import Padding, Ragged
@@ -45,5 +44,4 @@ __all__ = [
     "StoreBytes",
     "StoreState",
     "StoreView",
-    "clipped",
 ]

@@ -18,23 +18,6 @@ from .state import SIDES
 from .view import StoreView
 
 
-def clipped(source: Tensor, index: Tensor, share: float) -> Tensor:
-    """Vectors ``index`` of a source, each clipped at the entry of rank ``floor(share * D)`` among its magnitudes.
-
-    Args:
-        source: (B, H, T, D).
-        index: i32 (B, m), columns of the source.
-        share: 0 < share <= 1.
-
-    Returns:
-        (B, H, m, D).
-    """
-    x = source.gather(2, index.long()[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3]))
-    rank = max(1, int(share * x.shape[-1]))
-    limit = x.abs().float().kthvalue(rank, dim=-1, keepdim=True).values.to(x.dtype)
-    return torch.minimum(torch.maximum(x, -limit), limit)
-
-
 def seal(
     store: StoreView,
     keys: SealSource,
@@ -181,18 +164,15 @@ def write_pages(
         side: "keys" or "values".
         source: (B, H, L, D), in the basis of the store.
         index: i32 (B, m), column of each new token.
-        layout: clips tokens and balances pages.
+        layout: balances pages.
         scheme: raises channels.
-        q_abs: f32 (B, H, D), see `Scheme.channel_bits`; of keys only. By it exact keys are chosen, where there are any.
+        q_abs: f32 (B, H, D), see `Scheme.channel_bits`; of keys only.
     """
     if not source.shape[1]:
         # The stores by which memory is planned have no heads.
         return
     parts, table, count, new = pages
     own = layout.keys if side == "keys" else layout.values
-    if own.clip < 1.0:
-        source = clipped(source, index, own.clip)
-        index = torch.arange(index.shape[1], dtype=torch.int32, device=index.device).expand_as(index)
     widths = rule = None
     if fmt.raised:
         rule = scheme.channel_rule

@@ -103,11 +103,10 @@ def _observe(
     sums: Tensor,
     counts: Tensor,
     weight: Tensor | None,
-    signed: bool,
     rows: Tensor | None = None,
 ) -> None:
     heads = sums.shape[1]
-    total = (q if signed else q.abs()).double().sum(2).unflatten(1, (heads, -1)).mean(2)
+    total = q.abs().double().sum(2).unflatten(1, (heads, -1)).mean(2)
     again = torch.zeros_like(counts[0, : q.shape[0]]) > 0 if sealed is None else sealed > 0
     at = slice(None) if rows is None else rows.long()
     own, count = sums[at].masked_fill(again[:, None, None], 0.0) + total, counts[:, at].masked_fill(again, 0)
@@ -126,10 +125,9 @@ def observe(
     counts: Tensor,
     sealed: Tensor | None = None,
     weight: Tensor | None = None,
-    signed: bool = False,
     rows: Tensor | None = None,
 ) -> None:
-    """Adds magnitudes of queries, or the queries, to their sums, which begin anew where something was sealed.
+    """Adds magnitudes of queries to their sums, which begin anew where something was sealed.
 
     Args:
         q: (B, Hq, t, D), t <= 16.
@@ -137,11 +135,10 @@ def observe(
         counts: i32 (H, B), queries in ``sums``, likewise.
         sealed: i32 (B,), tokens of keys that the step before has sealed; None for nothing.
         weight: f32 (B, H, D), written: the mean of the queries in ``sums``; None if it is not asked for.
-        signed: whether queries are added as they are; else their magnitudes.
         rows: i32 (B,), the row of ``sums`` and ``counts`` that each row has, of any number of them; None where row b
             has row b.
     """
-    call(_observe, q, q, sealed, sums, counts, weight, signed, rows)
+    call(_observe, q, q, sealed, sums, counts, weight, rows)
 
 
 def seal_due(state: StepState, plan: StepPlan, tokens: int, sides: Sequence[int] = (0, 1)) -> None:
@@ -260,7 +257,7 @@ def attend_and_seal(
             if plan.sums_queries:
                 # A buffer's sums of all queries never begin anew; a slot's do with its next request.
                 sealed = None if plan.query == "total" and state.rows is None else state.sealed
-                observe(q, state.sums, state.counts, sealed, state.weight, plan.query == "signed", state.rows)
+                observe(q, state.sums, state.counts, sealed, state.weight, state.rows)
             elif plan.query == "keep":
                 state.query.copy_(whole[:, :, -1:])
             if due:

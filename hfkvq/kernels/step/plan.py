@@ -33,8 +33,7 @@ class StepPlan:
         capacity: most logical columns.
         rule: rule by which raised channels are chosen, see `kernels.channel_widths`; "" where there are none.
         query: "sum" keeps the sum of queries' magnitudes since the last seal, by which ``rule`` weighs channels;
-            "total" that of all queries; "signed" the sum of queries since the last seal, by which exact keys are
-            chosen; "keep" the newest queries; "" nothing.
+            "total" that of all queries; "keep" the newest queries; "" nothing.
         fold: KV heads of the model that are rows of their own, or 1.
         query_heads: Hq of the model, where ``query`` is "keep".
         balance: how `page_norms` balances pages of keys and of values.
@@ -81,7 +80,7 @@ class StepPlan:
     @property
     def sums_queries(self) -> bool:
         """True where queries, or their magnitudes, are summed."""
-        return self.query in ("sum", "total", "signed")
+        return self.query in ("sum", "total")
 
     @property
     def weighs_channels(self) -> bool:

@@ -96,10 +96,7 @@ def power(x: int) -> int:
 
 
 PARTS = ("codes", "scale", "zero", "norm", "high", "high_index", "full", "full_index")
-"""A side's tensors that hold codes, in the order in which kernels take them."""
-
-ALL_PARTS = (*PARTS, "exact", "exact_index")
-"""A side's tensors in the order in which `load_page` takes them."""
+"""A side's tensors in the order in which kernels take them."""
 
 
 def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> dict[str, Tensor | None]:
@@ -109,7 +106,7 @@ def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> dict[str, Tensor |
     if fmt.bits == 8:
         # Bytes stand in for fp8, a type that some GPUs lack.
         named["codes"] = named["codes"].view(torch.uint8)
-    return {name: named.get(name) for name in ALL_PARTS}
+    return {name: named.get(name) for name in PARTS}
 
 
 def page_kinds(fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.dtype | None]:
@@ -117,7 +114,7 @@ def page_kinds(fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: to
     named = {name: kind or dtype for name, (_, kind) in fmt.shapes(side, heads, head_dim).items()}
     if fmt.bits == 8:
         named["codes"] = torch.uint8
-    return [named.get(name) for name in ALL_PARTS]
+    return [named.get(name) for name in PARTS]
 
 
 def page_constants(fmt: PageFormat, side: Side, head_dim: int) -> dict[str, Any]:
@@ -131,7 +128,6 @@ def page_constants(fmt: PageFormat, side: Side, head_dim: int) -> dict[str, Any]
         "TOKEN_MAJOR": side == "keys" or fmt.bits >= 8,
         "N4": fmt.raised_room(4),
         "N16": fmt.raised_room(16),
-        "NX": fmt.exact,
         # Matrix products sum over 16 channels or more.
         "BE": max(power(words_of(fmt, head_dim)), 16 // fields_of(fmt.bits)),
     }
@@ -197,9 +193,9 @@ def from_e4m3(b_byte):
 
 @triton.jit
 def dequantize(
-    b_code, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, i_head, i_first, o_t, m_t, o_c,
+    b_code, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, o_t, m_t, o_c,
     m_c, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr,
-    N4: tl.constexpr, N16: tl.constexpr, NX: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    N4: tl.constexpr, N16: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """f32 [BT, BC] of the codes (bytes, for fp8) of slots ``o_t = i_first + [0, BT)`` and channels ``o_c``."""
     m_tile = m_t[:, None] & m_c[None, :]
@@ -269,19 +265,15 @@ def dequantize(
         b_rank = rank_of_channel(full_index + i_head * N16, o_c, N16, triton.next_power_of_2(N16))
         p_full = full + i_head * (G * N16) + o_t[:, None] * N16 + b_rank[None, :]
         b_x += tl.load(p_full, mask=m_tile & (b_rank < N16)[None, :], other=0.0).to(tl.float32)
-    for r in tl.static_range(NX):
-        b_key = tl.load(exact + (i_head * NX + r) * D + o_c, mask=m_c, other=0.0).to(tl.float32)
-        m_own = o_t == tl.load(exact_index + i_head * NX + r).to(tl.int32)
-        b_x = tl.where(m_own[:, None], b_key[None, :], b_x)
     # A select, not a product: scale and zero of a page that is only reserved may be NaN.
     return tl.where(m_tile, b_x, 0.0)
 
 
 @triton.jit
 def load_page(
-    codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, i_head, i_first, m_t,
+    codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, m_t,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr,
-    TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, NX: tl.constexpr, BT: tl.constexpr,
+    TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, BT: tl.constexpr,
     BE: tl.constexpr,
 ):  # fmt: skip
     """Dense [BT, FIELDS * BE] tile of a page: slots ``i_first + [0, BT)``, channels in the order of fields.
@@ -306,25 +298,25 @@ def load_page(
         b_x = unpack_fields(b_x, BITS, FIELDS, BE, BT)
     if BITS < 16:
         b_x = dequantize(
-            b_x, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, i_head, i_first, o_t, m_t,
-            o_c, m_c, D, G, BITS, GROUP, PER_CHANNEL, N4, N16, NX, BT, FIELDS * BE,
+            b_x, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, o_t, m_t,
+            o_c, m_c, D, G, BITS, GROUP, PER_CHANNEL, N4, N16, BT, FIELDS * BE,
         )  # fmt: skip
     return b_x
 
 
 @triton.jit
 def load_page_in_order(
-    codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, i_head, i_first, m_t,
+    codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, m_t,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr,
-    TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, NX: tl.constexpr, BT: tl.constexpr,
+    TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, BT: tl.constexpr,
     BE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """`load_page` with channels in their natural order: [BT, BD]."""
     FIELDS: tl.constexpr = 16 // BITS if BITS < 8 else 1
     if FIELDS * BE == BD and (FIELDS == 1 or BD == D):
         b_x = load_page(
-            codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, i_head, i_first, m_t,
-            D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, NX, BT, BE,
+            codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, m_t,
+            D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE,
         )  # fmt: skip
     else:
         # Where words do not fill a power of two, every word is loaded again for each of its fields: from the cache.
@@ -341,7 +333,7 @@ def load_page_in_order(
         b_x = tl.load(p_word, mask=m_t[:, None] & m_c[None, :], other=0).to(tl.int32)
         b_x = (b_x >> (o_c // E * BITS)[None, :]) & ((1 << BITS) - 1)
         b_x = dequantize(
-            b_x, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, i_head, i_first, o_t, m_t,
-            o_c, m_c, D, G, BITS, GROUP, PER_CHANNEL, N4, N16, NX, BT, BD,
+            b_x, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, o_t, m_t,
+            o_c, m_c, D, G, BITS, GROUP, PER_CHANNEL, N4, N16, BT, BD,
         )  # fmt: skip
     return b_x

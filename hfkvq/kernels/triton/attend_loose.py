@@ -58,8 +58,6 @@ def attend_loose(
     BEV: tl.constexpr = FORM[pair.VALUE_WORDS]
     K_NORM: tl.constexpr = FORM[pair.KEY_NORM]
     V_NORM: tl.constexpr = FORM[pair.VALUE_NORM]
-    EXACT: tl.constexpr = FORM[pair.EXACT]
-    EXACT_AT: tl.constexpr = FORM[pair.EXACT_AT]
     EK: tl.constexpr = words_of(D, K_BITS)
     EV: tl.constexpr = words_of(DV, V_BITS)
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
@@ -195,11 +193,6 @@ def attend_loose(
                             b_own = keys.add_whole_logits(
                                 b_own, b_wholes, run[pair.K_FULL], i_head, i_slot, G, N16, BR, B16, BM
                             )
-                    if EXACT > 0:
-                        b_exact, b_places = keys.exact_keys(
-                            run[EXACT_AT], run[EXACT_AT + 1], i_head, EXACT, D, EK, BEK, K_FIELDS
-                        )
-                        b_own = keys.with_exact_logits(b_own, b_qs, b_exact, b_places, o_slot, key_unit(K_BITS))
                     b_own = b_own * (log2_scaling * key_unit(K_BITS))
                 else:
                     b_totals = ()

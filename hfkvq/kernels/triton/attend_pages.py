@@ -48,9 +48,6 @@ def attend_pages(
     # Where in ``run`` the factors of tokens and of channels are, 0 if nowhere.
     K_NORM: tl.constexpr = FORM[pair.KEY_NORM]
     V_NORM: tl.constexpr = FORM[pair.VALUE_NORM]
-    # Keys of a page that are stored whole, and where in ``run``.
-    EXACT: tl.constexpr = FORM[pair.EXACT]
-    EXACT_AT: tl.constexpr = FORM[pair.EXACT_AT]
     OPEN: tl.constexpr = FORM[pair.OPEN]
     EK: tl.constexpr = words_of(D, K_BITS)
     EV: tl.constexpr = words_of(DV, V_BITS)
@@ -86,9 +83,6 @@ def attend_pages(
     for i_step in tl.range(i_first, i_end, num_stages=STAGES):
         i_slot = i_step % STEPS * BT
         i_head = tl.load(table + i_b * n_table + i_step // STEPS).to(tl.int64) * H + i_h
-        if EXACT > 0:
-            # The load starts now; its values are used when logits of codes are done.
-            b_exact, b_places = keys.exact_keys(run[EXACT_AT], run[EXACT_AT + 1], i_head, EXACT, D, EK, BEK, K_FIELDS)
         if N4 > 0:
             # The loads start now; their values are used when the other bits are done.
             b_highs = ()
@@ -141,8 +135,6 @@ def attend_pages(
                                 tl.zeros([SUB, BM], tl.float32), b_wholes, k_full, i_head, i_slot + h * PART + n * SUB,
                                 G, N16, SUB, B16, BM,
                             )  # fmt: skip
-                    if EXACT > 0:
-                        b_s = keys.with_exact_logits(b_s, b_qs, b_exact, b_places, o_slot, key_unit(K_BITS))
                     if not RAW:
                         b_s = b_s * unit
                 else:

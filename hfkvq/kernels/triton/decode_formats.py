@@ -75,7 +75,7 @@ def takes_digits(keys: PageFormat, values: PageFormat, head_dim: int, value_dim:
     """
     if keys.bits != values.bits or keys.bits not in (2, 4) or (keys.axis == "channel") != (keys.bits == 2):
         return False
-    if any(fmt.normed or fmt.exact or fmt.raised for fmt in (keys, values)):
+    if any(fmt.normed or fmt.raised for fmt in (keys, values)):
         return False
     for dim in (head_dim, value_dim):
         # Fields fill tiles of bytes.
@@ -213,8 +213,6 @@ def pair_format(
         part=step if coarse else min(step, 64),
         key_norm=FACTORS if keys.normed else 0,
         value_norm=FACTORS + keys.normed if values.normed else 0,
-        exact=keys.exact,
-        exact_at=FACTORS + values.normed if keys.exact else 0,
         open=open_pages,
         rests=not keys.whole and not open_pages,
         digits=digits,

@@ -282,7 +282,6 @@ def _order(keys: PageFormat, values: PageFormat, ordered: bool) -> list[int]:
     value = {name: first + len(key) + i for i, name in enumerate(values.names)}
     parts = [key.get(name, 0) for name in KEY_TENSORS] + [value.get(name, 0) for name in VALUE_TENSORS]
     parts += [named["norm"] for named in (key, value) if "norm" in named]
-    parts += [key[name] for name in ("exact", "exact_index") if name in key]
     return [0, 0 if ordered else 1, *parts]
 
 

@@ -119,16 +119,15 @@ def window_head(rows, i_bh, i_b, i_h, H: tl.constexpr):
 @triton.jit(do_not_specialize=["N", "L", "SPLITS", "FIRST", "PAGED", "WK", "WV"])
 def dequantized_pages_kernel(
     q, counters, rows, table, pos, tail_k, tail_v,
-    k_codes, k_scale, k_zero, k_norm, k_high, k_high_index, k_full, k_full_index, k_exact, k_exact_index, v_codes,
-    v_scale, v_zero, v_norm, mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap,
-    B, N, L, SPLITS, FIRST, PAGED, WK, WV,
+    k_codes, k_scale, k_zero, k_norm, k_high, k_high_index, k_full, k_full_index,
+    v_codes, v_scale, v_zero, v_norm, mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml,
+    scaling, softcap, B, N, L, SPLITS, FIRST, PAGED, WK, WV,
     H: tl.constexpr, SHARE: tl.constexpr, Q: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, S: tl.constexpr,
     RUN: tl.constexpr, G: tl.constexpr,
     K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_CHANNEL: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
-    NX: tl.constexpr,
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
-    BM: tl.constexpr, BT: tl.constexpr, BEK: tl.constexpr, BEV: tl.constexpr,
-    STAGES: tl.constexpr, WINDOW: tl.constexpr,
+    BM: tl.constexpr, BT: tl.constexpr, BEK: tl.constexpr, BEV: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One split of the pages of a row's run RUN against BM of the queries that share a KV head."""
     i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -182,12 +181,12 @@ def dequantized_pages_kernel(
             o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
         i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * H + i_h
         b_k = load_page(
-            k_codes, k_scale, k_zero, k_norm, k_high, k_high_index, k_full, k_full_index, k_exact, k_exact_index,
-            i_head, i_slot, m_t, DK, G, K_BITS, K_GROUP, K_CHANNEL, True, N4, N16, NX, BT, BEK,
+            k_codes, k_scale, k_zero, k_norm, k_high, k_high_index, k_full, k_full_index,
+            i_head, i_slot, m_t, DK, G, K_BITS, K_GROUP, K_CHANNEL, True, N4, N16, BT, BEK,
         )  # fmt: skip
         b_v = load_page(
-            v_codes, v_scale, v_zero, v_norm, None, None, None, None, None, None, i_head, i_slot, m_t,
-            DV, G, V_BITS, V_GROUP, False, V_BITS >= 8, 0, 0, 0, BT, BEV,
+            v_codes, v_scale, v_zero, v_norm, None, None, None, None, i_head, i_slot, m_t,
+            DV, G, V_BITS, V_GROUP, False, V_BITS >= 8, 0, 0, BT, BEV,
         )  # fmt: skip
         b_acc, b_top, b_sum = attend(
             b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, p_mask, s_ml, i_start, L, scaling, softcap,
@@ -206,15 +205,15 @@ def dequantized_pages_kernel(
             o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
         i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * H + i_h
         b_k = load_page(
-            k_codes, k_scale, k_zero, k_norm, k_high, k_high_index, k_full, k_full_index, k_exact, k_exact_index,
-            i_head, i_slot, m_t & (o_j < n_k), DK, G, K_BITS, K_GROUP, K_CHANNEL, True, N4, N16, NX, BT, BEK,
+            k_codes, k_scale, k_zero, k_norm, k_high, k_high_index, k_full, k_full_index,
+            i_head, i_slot, m_t & (o_j < n_k), DK, G, K_BITS, K_GROUP, K_CHANNEL, True, N4, N16, BT, BEK,
         )  # fmt: skip
         if (n_k < n_run) & (i_j + BT > n_k):
             b_tail = load_ring(tail_k + i_wh * (WK * DK), (o_x - S) % WK, m_t & (o_j >= n_k), o_k, m_k, DK)
             b_k += b_tail.to(b_k.dtype)
         b_v = load_page(
-            v_codes, v_scale, v_zero, v_norm, None, None, None, None, None, None, i_head, i_slot, m_t & (o_j < n_v),
-            DV, G, V_BITS, V_GROUP, False, V_BITS >= 8, 0, 0, 0, BT, BEV,
+            v_codes, v_scale, v_zero, v_norm, None, None, None, None, i_head, i_slot, m_t & (o_j < n_v),
+            DV, G, V_BITS, V_GROUP, False, V_BITS >= 8, 0, 0, BT, BEV,
         )  # fmt: skip
         if (n_v < n_run) & (i_j + BT > n_v):
             b_tail = load_ring(tail_v + i_wh * (WV * DV), (o_x - S) % WV, m_t & (o_j >= n_v), o_v, m_v, DV)
@@ -318,7 +317,6 @@ def _page_arguments(
         "K_CHANNEL": keys.axis == "channel",
         "N4": keys.raised_room(4),
         "N16": keys.raised_room(16),
-        "NX": keys.exact,
         "V_BITS": values.bits,
         "V_GROUP": values.group_size,
         "BEK": power(words_of(keys, head_dim)),

@@ -58,12 +58,12 @@ def store_columns(
 
 @triton.jit(do_not_specialize=["B", "N", "COLUMNS"])
 def gather_pages_kernel(
-    out, counters, table, pos, codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index,
+    out, counters, table, pos, codes, scale, zero, norm, high, high_index, full, full_index,
     rotation, B, N, COLUMNS,
     H: tl.constexpr, COUNTER: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr, TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
-    NX: tl.constexpr, ROTATE: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+    ROTATE: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """BT tokens of one page of a run, whose tokens sealed are row COUNTER of the counters."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -96,14 +96,14 @@ def gather_pages_kernel(
         if i_page * G + i_slot + BT <= n:
             m_t = tl.full([BT], 1, tl.int1)
             b_x = load_page_in_order(
-                codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, i_head, i_slot, m_t,
-                D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, NX, BT, BE, BD,
+                codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_slot, m_t,
+                D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE, BD,
             )  # fmt: skip
             store_columns(out, b_x, i_bh, o_column, m_out, COLUMNS, rotation, D, ROTATE, BT, BD)
             return
     b_x = load_page_in_order(
-        codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, i_head, i_slot, m_t,
-        D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, NX, BT, BE, BD,
+        codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_slot, m_t,
+        D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE, BD,
     )  # fmt: skip
     store_columns(out, b_x, i_bh, o_column, m_out, COLUMNS, rotation, D, ROTATE, BT, BD)
 

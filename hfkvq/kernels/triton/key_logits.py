@@ -345,35 +345,3 @@ def visible_logits(
         else:
             b_s += b_mask.to(tl.float32) * LOG2E
     return tl.where(m_s, b_s, float("-inf"))
-
-
-@triton.jit
-def exact_keys(
-    exact, slots, i_head, COUNT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, FIELDS: tl.constexpr
-):
-    """Exact keys of a page: COUNT * FIELDS vectors by field, and the slots that they are of."""
-    o_e = tl.arange(0, BE)
-    b_keys = ()
-    b_slots = ()
-    for r in tl.static_range(COUNT):
-        b_slots = b_slots + (tl.load(slots + i_head * COUNT + r).to(tl.int32),)
-        p_key = exact + (i_head * COUNT + r) * D + o_e
-        for f in tl.static_range(FIELDS):
-            if E == BE and FIELDS * E == D:
-                b_keys = b_keys + (tl.load(p_key + f * E),)
-            else:
-                b_keys = b_keys + (tl.load(p_key + f * E, mask=(o_e < E) & (f * E + o_e < D), other=0.0),)
-    return b_keys, b_slots
-
-
-@triton.jit
-def with_exact_logits(b_s, b_qs, b_keys, b_slots, o_slot, RAW_UNIT: tl.constexpr):
-    """Logits [SUB, BM] with those of exact keys, in units of RAW_UNIT, in place of what their codes give."""
-    for r in tl.static_range(len(b_slots)):
-        # Lanes meet once.
-        b_own = b_qs[0] * b_keys[r * len(b_qs)].to(tl.float32)[:, None]
-        for f in tl.static_range(1, len(b_qs)):
-            b_own += b_qs[f] * b_keys[r * len(b_qs) + f].to(tl.float32)[:, None]
-        b_own = tl.sum(b_own, 0)
-        b_s = tl.where((o_slot == b_slots[r])[:, None], (b_own * (1.0 / RAW_UNIT))[None, :], b_s)
-    return b_s

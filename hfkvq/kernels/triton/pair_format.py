@@ -29,8 +29,6 @@ class PairFormat(NamedTuple):
         part: tokens of a step that have a maximum of their own.
         key_norm: where in a run's tensors the factors of normed keys stand, 0 if nowhere.
         value_norm: likewise of values.
-        exact: keys of a page that are stored whole.
-        exact_at: where in a run's tensors they stand, their slots behind them; 0 if nowhere.
         open: whether the page loop takes pages that are not full.
         rests: whether blocks of loose tokens take those, where tokens have positions.
         digits: whether the page loop makes integer products.
@@ -55,8 +53,6 @@ class PairFormat(NamedTuple):
     part: int
     key_norm: int
     value_norm: int
-    exact: int
-    exact_at: int
     open: bool
     rests: bool
     digits: bool
@@ -66,7 +62,7 @@ class PairFormat(NamedTuple):
 # Where its fields stand, for kernels: FORMATS[I][pair.KEY_BITS].
 (
     KEY_BITS, KEY_CHANNEL, KEY_GROUP, ROOM4, ROOM16, VALUE_BITS, VALUE_GROUP, STEP, SUB, RANKS4, RANKS16,
-    KEY_WORDS, VALUE_WORDS, STAGES, PART, KEY_NORM, VALUE_NORM, EXACT, EXACT_AT, OPEN, RESTS, DIGITS, _,
+    KEY_WORDS, VALUE_WORDS, STAGES, PART, KEY_NORM, VALUE_NORM, OPEN, RESTS, DIGITS, _,
 ) = map(tl.constexpr, range(len(PairFormat._fields)))  # fmt: skip
 
 KEY_TENSORS = ("codes", "scale", "zero", "high", "high_index", "full", "full_index")
@@ -75,7 +71,7 @@ VALUE_TENSORS = ("codes", "scale", "zero")
 LAYOUT = crc32(repr((PairFormat._fields, KEY_TENSORS, VALUE_TENSORS)).encode())
 
 FACTORS = 2 + len(KEY_TENSORS) + len(VALUE_TENSORS)
-"""Tensors of a run behind which normed formats have their factors, and others their exact keys."""
+"""Tensors of a run behind which normed formats have their factors."""
 
 # Where a run's tensors stand, for kernels: run[pair.K_CODES].
 (

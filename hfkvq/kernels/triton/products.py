@@ -45,9 +45,9 @@ def place_of(i_block, n, o_t, G: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "ROWS", "SPLITS"])
 def qk_pages_kernel(
-    x, table, count, codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, out, s_xb, s_xh,
+    x, table, count, codes, scale, zero, norm, high, high_index, full, full_index, out, s_xb, s_xh,
     s_xm, N, ROWS, SPLITS, H: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, NX: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
     DOT: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """BM queries against every SPLITS-th block of BT tokens. Tokens are the long side of the product."""
@@ -72,8 +72,8 @@ def qk_pages_kernel(
         i_page, i_slot, o_j, m_t = place_of(i_block, n, o_t, G, BT)
         i_head = tl.load(table + i_b * N + i_page).to(tl.int64) * H + i_h
         b_k = load_page(
-            codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, i_head, i_slot, m_t,
-            D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, NX, BT, BE,
+            codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_slot, m_t,
+            D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE,
         )  # fmt: skip
         # [BT, BM]
         b_s = tl.dot(b_k.to(DOT), b_q, input_precision="ieee")
@@ -89,10 +89,10 @@ def qk_pages_kernel(
 
 @triton.jit(do_not_specialize=["N", "ROWS", "SPLITS"])
 def sv_pages_kernel(
-    x, table, count, codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, part, s_xb,
+    x, table, count, codes, scale, zero, norm, high, high_index, full, full_index, part, s_xb,
     s_xh, s_xm, N, ROWS,
     SPLITS, H: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, NX: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
     DOT: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """BM rows of weights over every SPLITS-th block of BT tokens. Channels are the long side of the product."""
@@ -112,8 +112,8 @@ def sv_pages_kernel(
         i_page, i_slot, o_j, m_t = place_of(i_block, n, o_t, G, BT)
         i_head = tl.load(table + i_b * N + i_page).to(tl.int64) * H + i_h
         b_v = load_page(
-            codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, i_head, i_slot, m_t,
-            D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, NX, BT, BE,
+            codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_slot, m_t,
+            D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE,
         )  # fmt: skip
         # [BT, BM]
         b_p = tl.load(p_p + o_j[:, None], mask=m_t[:, None] & m_m[None, :], other=0.0)

@@ -20,7 +20,6 @@ CHUNK, STEP = 256, 16
 def query_sums_kernel(
     q, row, start, stop, out, s_b, s_h, s_l, s_d, H,
     D: tl.constexpr, SHARE: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
-    SIGNED: tl.constexpr,
 ):  # fmt: skip
     """CHUNK tokens of one KV head of one sum."""
     i_h, i_r, i_c = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -35,18 +34,12 @@ def query_sums_kernel(
         for i_g in tl.static_range(SHARE):
             p_q = q + i_b * s_b + (i_h * SHARE + i_g) * s_h
             b_q = tl.load(p_q + b_t.to(tl.int64)[:, None] * s_l + o_d[None, :] * s_d, mask=m_q, other=0.0)
-            b_q = b_q.to(tl.float64)
-            if SIGNED:
-                b_sum += b_q
-            else:
-                b_sum += tl.abs(b_q)
+            b_sum += tl.abs(b_q.to(tl.float64))
     p_out = out + ((i_c.to(tl.int64) * tl.num_programs(1) + i_r) * H + i_h) * D + o_d
     tl.store(p_out, tl.sum(b_sum, 0), mask=o_d < D)
 
 
-def query_sums_triton(
-    q: Tensor, row: Tensor, start: Tensor, stop: Tensor, most: int, heads: int, signed: bool
-) -> Tensor:
+def query_sums_triton(q: Tensor, row: Tensor, start: Tensor, stop: Tensor, most: int, heads: int) -> Tensor:
     """Launcher of `hfkvq.kernels.query_sums`."""
     _, query_heads, _, head_dim = q.shape
     share, rows, chunks = query_heads // heads, row.shape[0], max(1, cdiv(most, CHUNK))
@@ -55,19 +48,17 @@ def query_sums_triton(
         with on_device(q):
             query_sums_kernel[(heads, rows, chunks)](
                 q, row.contiguous(), start.contiguous(), stop.contiguous(), out, *q.stride(), heads,
-                **_constants(head_dim, share, signed),
+                **_constants(head_dim, share),
             )  # fmt: skip
     return out.sum(0) / share
 
 
-def _constants(head_dim: int, share: int, signed: bool) -> dict[str, int]:
-    return {"D": head_dim, "SHARE": share, "BD": power(head_dim), "CHUNK": CHUNK, "STEP": STEP, "SIGNED": signed}
+def _constants(head_dim: int, share: int) -> dict[str, int]:
+    return {"D": head_dim, "SHARE": share, "BD": power(head_dim), "CHUNK": CHUNK, "STEP": STEP}
 
 
-def query_sums_wanted(
-    query_heads: int, heads: int, head_dim: int, dtype: torch.dtype, signed: bool
-) -> Iterator[Wanted]:
+def query_sums_wanted(query_heads: int, heads: int, head_dim: int, dtype: torch.dtype) -> Iterator[Wanted]:
     """The variant for queries as models make them."""
     stride, i32 = query_heads * head_dim, torch.int32
     arguments = (dtype, i32, i32, i32, torch.float64, 16 * stride, head_dim, stride, 1, heads)
-    yield Wanted(query_sums_kernel, arguments, _constants(head_dim, query_heads // heads, signed))
+    yield Wanted(query_sums_kernel, arguments, _constants(head_dim, query_heads // heads))

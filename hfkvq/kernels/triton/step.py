@@ -143,9 +143,9 @@ def advance_triton(
 @triton.jit(do_not_specialize=["T", "N"])
 def observe_kernel(
     q, sealed, sums, counts, weight, rows, s_b, s_h, s_l, s_d, H, T, N,
-    D: tl.constexpr, SHARE: tl.constexpr, BD: tl.constexpr, SIGNED: tl.constexpr,
+    D: tl.constexpr, SHARE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of one row: magnitudes, or the queries if SIGNED. Sums are exact in f64 but for absurd ranges.
+    """One KV head of one row: magnitudes of queries. Sums are exact in f64 but for absurd ranges.
 
     There are sums of N rows.
     """
@@ -164,11 +164,7 @@ def observe_kernel(
     for i_t in range(T):
         for i_g in tl.static_range(SHARE):
             p_q = q + i_b * s_b + (i_h * SHARE + i_g) * s_h + i_t * s_l + o_d * s_d
-            b_q = tl.load(p_q, mask=m_d, other=0.0).to(tl.float64)
-            if SIGNED:
-                b_sum += b_q
-            else:
-                b_sum += tl.abs(b_q)
+            b_sum += tl.abs(tl.load(p_q, mask=m_d, other=0.0).to(tl.float64))
     p_sum = sums + (i_w * H + i_h) * D + o_d
     b_old = tl.load(p_sum, mask=m_d, other=0.0)
     if sealed is not None:
@@ -190,7 +186,6 @@ def observe_launch(
     heads: int,
     has_sealed: bool,
     has_weight: bool,
-    signed: bool,
     mapped: int = 0,
 ) -> Launch:
     """Takes queries, sums, counts, and what was sealed, the weight and the map of rows, if there are any.
@@ -202,7 +197,6 @@ def observe_launch(
         "D": head_dim,
         "SHARE": query_heads // heads,
         "BD": power(head_dim),
-        "SIGNED": signed,
         "num_warps": max(1, min(4, power(head_dim) // 32)),
         "enable_fp_fusion": False,
     }
@@ -226,10 +220,9 @@ def observe_triton(
     sums: Tensor,
     counts: Tensor,
     weight: Tensor | None,
-    signed: bool,
     rows: Tensor | None = None,
 ) -> None:
     """Launcher of `hfkvq.kernels.step.observe`."""
-    has = sealed is not None, weight is not None, signed, 0 if rows is None else sums.shape[0]
+    has = sealed is not None, weight is not None, 0 if rows is None else sums.shape[0]
     launch = observe_launch(q.shape, q.stride(), q.dtype, q.device, sums.shape[1], *has)
     launch(q, sums, counts, *[x for x in (sealed, weight, rows) if x is not None])

@@ -15,7 +15,6 @@ from .append import NewTokens, append_launch
 from .compile import GPUS, Compiled, Wanted, compile_all, leave_gpu_alone
 from .decode import decode_wanted
 from .due import due_launch
-from .exact import exact_wanted
 from .hadamard import hadamard_wanted
 from .latent import latent_wanted
 from .moments import moments_wanted
@@ -77,9 +76,6 @@ def _seals(plan: StepPlan, dtype: torch.dtype, device: torch.device, rule: str |
             whole = -(-4 * fmt.page_size // plan.unit[at]) * plan.unit[at]
             ruled = rule if fmt.raised else None
             weighed = ruled is not None and plan.weighs_channels
-            if fmt.exact:
-                yield from exact_wanted(fmt, shape, stride, dtype, device, whole)
-                fmt = fmt.coded
             yield from seal_wanted(fmt, side, shape, stride, dtype, device, whole, ruled, weighed)
             if i == len(form.runs) - 1 and plan.query != "keep":
                 ruled = plan.rule if fmt.raised and plan.rule else None
@@ -104,12 +100,12 @@ def _rest(
     if plan.sums_queries:
         shape, stride = (plan.rows, query_heads, 1, plan.key_dim), _step_stride(query_heads, plan.key_dim)
         anew = plan.query != "total"
-        observe = observe_launch(shape, stride, dtype, device, plan.heads, anew, True, plan.query == "signed")
+        observe = observe_launch(shape, stride, dtype, device, plan.heads, anew, True)
         yield observe.wanted([dtype, torch.float64, I32, *[I32] * anew, torch.float32])
         # Steps that go one operation after the other.
-        plain = observe_launch(shape, stride, dtype, device, plan.heads, False, False, plan.query == "signed")
+        plain = observe_launch(shape, stride, dtype, device, plan.heads, False, False)
         yield plain.wanted([dtype, torch.float64, I32])
-        yield from query_sums_wanted(query_heads, plan.heads, plan.key_dim, dtype, plan.query == "signed")
+        yield from query_sums_wanted(query_heads, plan.heads, plan.key_dim, dtype)
     if plan.query == "keep":
         for queries in (1, WINDOW):
             for fmt, _ in form.runs:

@@ -94,7 +94,7 @@ def _maker(model: Any, preset: Preset | OtherCache, tokenizer: Any, tokens: Tens
         return preset.prepare(model, tokenizer, tokens)
     if tokenizer is None:
         # Roles cannot be read: tokens without tags get the wider format.
-        return lambda: MixedKVCache(model.config, preset)
+        return lambda: MixedKVCache(model, preset)
     return lambda: make_cache(model, preset, tokenizer)
 
 

@@ -186,7 +186,7 @@ def choose(rows: Sequence[Row], users: int | None, most_loss: float) -> Choice |
 
 def python_line(name: str) -> str:
     """Line of Python to copy."""
-    return f"cache = MixedKVCache(model.config{'' if name == DEFAULT_SCHEME else f', {json.dumps(name)}'})"
+    return f"cache = MixedKVCache(model{'' if name == DEFAULT_SCHEME else f', {json.dumps(name)}'})"
 
 
 def command_line(model: str | None, row: Row, done: Computed) -> str:

@@ -55,8 +55,8 @@ def test_schemes_explains_each_knob(columns: int) -> None:
         assert f" {knob} " in words
     assert "sink_length 4 S, first tokens kept in full precision. Default 32; allowed: 0 to 1024." in words
     assert "not measured loss, speed" in words
-    assert 'MixedKVCache(model.config, "kitty-pro", boost_ratio=0.25)' in words
-    assert "KittyCache(model.config, boost_ratio=0.25)" in words
+    assert 'MixedKVCache(model, "kitty-pro", boost_ratio=0.25)' in words
+    assert "KittyCache(model, boost_ratio=0.25)" in words
     said = f"perplexity {lost('kitty-pro')} %, KLD {figure('loss', 'kitty-pro')['kld']:.4f} nats"
     assert said in " ".join(invoke("schemes", "kitty-pro").output.split())
     assert_refused(invoke("schemes", "kity"), "did you mean 'kitty'")

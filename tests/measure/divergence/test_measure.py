@@ -133,7 +133,7 @@ def test_chunks_of_one_are_generation(model, tokens) -> None:
     force = _Force(window[:, PREFILL - 1 :])
     model.generate(
         window[:, : PREFILL - 1],
-        past_key_values=MixedKVCache(model.config, "kivi-2"),
+        past_key_values=MixedKVCache(model, "kivi-2"),
         generation_config=GenerationConfig(do_sample=False, max_new_tokens=190 - PREFILL + 1, pad_token_id=0),
         logits_processor=LogitsProcessorList([force]),
     )
@@ -146,7 +146,7 @@ def test_attention_is_left_as_it_was(tokens) -> None:
     model = build("llama", attention="sdpa")
     measure(model, tokens[:1, :40], ["kivi-2"], prefill=30)
     assert model.config._attn_implementation == "sdpa"
-    cache = MixedKVCache(model.config, "kivi-2")
+    cache = MixedKVCache(model, "kivi-2")
     measure(model, tokens[:1, :40], ["kivi-2"], prefill=30)
     assert model.config._attn_implementation == "hfkvq"
     cache.detach()
