@@ -158,13 +158,7 @@ class MixedKVCache(SavedCache, Cache):
             ValueError: a model of another config than the cache was made for.
         """
         if model is not None:
-            text = text_config(model.config)  # type: ignore[arg-type]
-            if config_hash(text) != self.architecture()["config"]:
-                raise ValueError(
-                    f"model: got a {type(model).__name__} of another config than the cache was made for; make a cache "
-                    "for this model."
-                )
-            self.config = text
+            self.config = _checked_config(self, model)
         if self._attachable and self._compressed:
             switch(self.config, self)
         model = self._model() if model is None and self._model is not None else model
@@ -383,6 +377,17 @@ class MixedKVCache(SavedCache, Cache):
         self.__dict__.update(state, config=PreTrainedConfig(), _model=None)
         self.graphs = _graphs_of(self) if state["graphs"] else None
         register()
+
+
+def _checked_config(cache: MixedKVCache, model: torch.nn.Module) -> PreTrainedConfig:
+    """Text config of a model that a cache was made for; see `MixedKVCache.attach`."""
+    text = text_config(model.config)  # type: ignore[arg-type]
+    if config_hash(text) != cache.architecture()["config"]:
+        raise ValueError(
+            f"model: got a {type(model).__name__} of another config than the cache was made for; make a cache for this "
+            "model."
+        )
+    return text
 
 
 def _warn_of_unknown_model(cache: MixedKVCache, device: torch.device) -> None:
