@@ -22,7 +22,7 @@ import torch
 import typer
 
 from hfkvq.caches import Scheme, get_scheme
-from hfkvq.caches.preset import get_preset
+from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.measure.charts import BITS, KLD, Column, Mark, save_chart, share
 from hfkvq.measure.demo import Settings, choose_schemes, run_demo
 from hfkvq.measure.demo.prompts import load

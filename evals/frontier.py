@@ -13,7 +13,7 @@ from typing import Any
 
 from evals.figures import as_it_was
 from hfkvq.caches import Scheme
-from hfkvq.caches.preset import get_preset
+from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.measure.presets import describe, long_context_bits
 from hfkvq.measure.tables import markdown_table
 

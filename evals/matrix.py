@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from evals.families import KINDS, VOCABULARY, build, families
 from evals.matrix_report import NOT_OURS, markdown
 from hfkvq import MixedKVCache, Scheme, get_scheme
+from hfkvq.caches.base.model_config import latent_dims
 from hfkvq.caches.layers import KVLayer
-from hfkvq.caches.model_config import latent_dims
 
 PROMPT, NEW, CAPACITY = 40, 12, 192
 PRESETS = ("kitty-pro", "saw-int4-kv", "kvarn-k4v2", "mixkvq", "arkv", "snapkv")

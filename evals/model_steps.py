@@ -35,7 +35,7 @@ from evals.generate import Decoder, quantiles
 from evals.shapes import POSITIONS, build
 from hfkvq import MixedKVCache
 from hfkvq.caches import get_scheme
-from hfkvq.caches.model_config import latent_dims
+from hfkvq.caches.base.model_config import latent_dims
 from hfkvq.measure.presets import page_bits
 from hfkvq.measure.records import clock, commit, device_name, now, versions
 from hfkvq.measure.tables import markdown_table

@@ -37,8 +37,8 @@ import torch
 from filelock import FileLock, Timeout
 
 from evals.compare import judge, main_metrics
-from hfkvq.caches.preset import get_preset
-from hfkvq.caches.switched import restore
+from hfkvq.caches.base.config_switch import restore
+from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.measure.models import Source, find_model, load_tokenizer, read_config
 from hfkvq.measure.models.gguf_files import file_sha256
 from hfkvq.measure.records import commit, device_name, now, versions

@@ -24,7 +24,7 @@ import torch
 import triton
 
 from hfkvq.caches.compile import LayerShape, layer_plan
-from hfkvq.caches.scheme import get_scheme
+from hfkvq.caches.schemes.base import get_scheme
 from hfkvq.kernels.compile import SEVERAL, normal
 from hfkvq.kernels.pages import SIDES, StoreFormat
 from hfkvq.kernels.triton.compile import GPUS, Wanted, compile_one, leave_gpu_alone

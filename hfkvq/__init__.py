@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .version import __version__
+from hfkvq.version import __version__
 
 if TYPE_CHECKING:
-    from . import caches as caches
-    from . import kernels as kernels
-    from .caches import (
+    from hfkvq import caches as caches
+    from hfkvq import kernels as kernels
+    from hfkvq.caches import (
         ARKVCache,
         ExpectedAttentionCache,
         FullCache,

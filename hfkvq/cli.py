@@ -86,7 +86,7 @@ def schemes(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/schemes.md.")] = False,
 ) -> None:
     """List all presets with bits, loss, speed and description. With a NAME, explain that preset and its options."""
-    from hfkvq.caches.preset import get_preset
+    from hfkvq.caches.schemes.preset import get_preset
     from hfkvq.measure import presets
 
     if name is not None:

@@ -55,7 +55,7 @@ def serve(
     """
     import torch
 
-    from hfkvq.caches.preset import get_preset
+    from hfkvq.caches.schemes.preset import get_preset
     from hfkvq.measure.models import find_model
 
     try:

@@ -95,7 +95,7 @@ def warm(
     import torch
 
     from hfkvq.caches.compile import layers_of
-    from hfkvq.caches.preset import get_preset
+    from hfkvq.caches.schemes.preset import get_preset
     from hfkvq.kernels.compile import compile_layers
 
     names = split(preset)

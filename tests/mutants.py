@@ -53,17 +53,17 @@ class Mutant(NamedTuple):
     new: str
 
 
-WINDOWS, DUE, ROWS = "kernels/windows.py", "kernels/due.py", "caches/row_states.py"
-FILL, SEAL, ROUTE = "caches/store/windows.py", "caches/store/sealing.py", "caches/routing.py"
+WINDOWS, DUE, ROWS = "kernels/windows.py", "kernels/due.py", "caches/store/row_lengths.py"
+FILL, SEAL, ROUTE = "caches/store/windows.py", "caches/store/sealing.py", "caches/store/routing.py"
 CROP, SHARE, APPEND = "caches/store/cropping.py", "caches/store/rows.py", "kernels/append.py"
 STEP, DECODE, PAGES = "kernels/step/ops.py", "kernels/decode.py", "kernels/quantize.py"
 RANK, KEPT, EVICT, POLICY = (
-    "caches/ranking.py",
-    "caches/layers/kept.py",
-    "caches/layers/eviction.py",
-    "caches/eviction.py",
+    "caches/schemes/ranking.py",
+    "caches/eviction/token_evictor.py",
+    "caches/eviction/evictor.py",
+    "caches/schemes/eviction.py",
 )
-ATTEND, SCORES = "caches/attention.py", "caches/evidence.py"
+ATTEND, SCORES = "caches/attention/interface.py", "caches/schemes/score_inputs.py"
 
 MUTANTS = [
     # Windows and the rule of what is due.

@@ -12,8 +12,9 @@ import typer
 
 import hfkvq
 from hfkvq import caches
-from hfkvq.caches import get_scheme, list_schemes, registry
+from hfkvq.caches import get_scheme, list_schemes
 from hfkvq.caches.cache import DEFAULT_SCHEME
+from hfkvq.caches.schemes import registry
 from hfkvq.cli import app
 from hfkvq.measure.presets import schemes_markdown
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from hfkvq.bounded import MOST_LEVELS, parse_json
 from hfkvq.caches import get_preset
-from hfkvq.caches.bit_table import BitTable, Origin
-from hfkvq.caches.preset import Preset
+from hfkvq.caches.schemes.preset import Preset
 from hfkvq.caches.tags import ChatFormat
+from hfkvq.caches.tags.bit_table import BitTable, Origin
 from hfkvq.kernels.triton import configs
 from hfkvq.measure.bench import kernels
 from hfkvq.measure.divergence.windows import read_file

@@ -9,17 +9,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted((ROOT / "hfkvq").rglob("*.py"))
-LAYERS = ("build", "hybrid", "layer", "states")
+LAYERS = ("build", "hybrid", "layer", "recurrent")
 TRANSFORMERS_DOORS = {
     f"hfkvq.caches.{name}"
     for name in (
         "cache",
-        "attention",
+        "attention.interface",
+        "attention.dense",
         "compile",
-        "dense",
         "make",
-        "model_config",
-        "smoothing",
+        "base.model_config",
+        "layer_state.smoothing",
         *(f"layers.{x}" for x in LAYERS),
     )
 }

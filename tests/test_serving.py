@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.caches.dense import dense_attention
-from hfkvq.caches.preset import get_preset
+from hfkvq.caches.attention.dense import dense_attention
+from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.kernels import use_interpreter
 from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.driver import with_sums

@@ -1,10 +1,9 @@
 """State and the Hugging Face seam: stores, layers, schemes, the cache."""
 
 from . import schemes
-from .bit_table import BitTable
 from .cache import MixedKVCache
+from .layers.memory_report import MemoryReport
 from .make import captured_draft, make_cache
-from .memory_report import MemoryReport
 from .named import (
     ARKVCache,
     ExpectedAttentionCache,
@@ -22,8 +21,9 @@ from .named import (
     TOVACache,
 )
 from .prefix_store import PrefixMatch, PrefixStore
-from .preset import Preset, get_preset
-from .scheme import Scheme, get_scheme, list_schemes
+from .schemes.base import Scheme, get_scheme, list_schemes
+from .schemes.preset import Preset, get_preset
+from .tags.bit_table import BitTable
 from .triaxial import TriAxialCache
 
 __all__ = [

@@ -12,29 +12,29 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from .attention import register
-from .bit_table import config_hash
-from .capture import RECORDERS
+from .attention.interface import register
+from .attention.mla import pass_over
+from .base.capture import RECORDERS
+from .base.config_switch import NAME, join, restore, switch
+from .base.model_calls import CallInterceptor, intercept, is_inside_call
+from .base.model_config import head_dim_of, stock_layers, text_config
+from .base.recorded import is_captured, is_recorded
+from .base.warn_once import say_once
 from .compile import compile_kernels
-from .eviction import EvictionScheme, warn_of_loss
-from .graphs import StepGraphs, wanted
-from .latents import pass_over
-from .layers import changes
+from .files.saved import SavedCache
+from .graphs.step_graphs import StepGraphs, wanted
+from .layer_state.group import DeviceSync
+from .layer_state.smoothing import layers_that_mix, measure, warn_of_noise
+from .layers import transactions
 from .layers.build import build_layers, is_attachable, seen_by
 from .layers.compiled import allocate, update_outside
-from .layers.group import DeviceSync
 from .layers.handle import dense_of
 from .layers.memory import described, memory_of
-from .memory_report import MemoryReport
-from .model_calls import CallInterceptor, intercept, is_inside_call
-from .model_config import head_dim_of, stock_layers, text_config
-from .once import say_once
-from .preset import Preset, checked_knobs, get_preset
-from .recorded import is_captured, is_recorded
-from .saved import SavedCache
-from .scheme import Scheme
-from .smoothing import layers_that_mix, measure, warn_of_noise
-from .switched import NAME, join, restore, switch
+from .layers.memory_report import MemoryReport
+from .schemes.base import Scheme
+from .schemes.eviction import EvictionScheme, warn_of_loss
+from .schemes.preset import Preset, checked_knobs, get_preset
+from .tags.bit_table import config_hash
 
 DEFAULT_SCHEME = "best-3.4"
 
@@ -44,8 +44,8 @@ class MixedKVCache(SavedCache, Cache):
 
     Use it as ``model.generate(**inputs, past_key_values=MixedKVCache(model, "kitty-pro"))``. The scheme decides
     how attention layers are stored in pages, also in layers that combine attention with Mamba. Layers with a sliding
-    window use a ring of pages (in 16 bits where the window is short, see `hfkvq.caches.window`). Recurrent states are
-    not compressed.
+    window use a ring of pages (in 16 bits where the window is short, see `hfkvq.caches.schemes.sliding_window`).
+    Recurrent states are not compressed.
 
     By default the constructor sets the config's attention implementation to "hfkvq", which attends to the pages. Other
     caches are not affected: on plain tensors it is stock sdpa (or the model's eager where sdpa lacks a feature).
@@ -242,12 +242,12 @@ class MixedKVCache(SavedCache, Cache):
             if self._compiled != kernels:
                 self._compiled = kernels
                 compile_kernels(self.config, self.compressed_layers, key_states)
-        # Of a model that has not asked for the mask's size: states of layers before this one have the tokens.
+        # A model that never asked for mask sizes has updated the recurrent layers before this one already.
         with self.states.spoiled_on_error():
             self._check_capacity(key_states.shape[2])
         if self._debug:
             self.integrity_check()
-            self._untouched = changes.untouched(self.layers)
+            self._untouched = transactions.untouched(self.layers)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset for the mask of the coming forward.
@@ -271,12 +271,12 @@ class MixedKVCache(SavedCache, Cache):
 
     @property
     def attached(self) -> bool:
-        """Whether attention is "hfkvq"; not for a cache from a pickle before `attach` shows it its model."""
+        """True if attention is "hfkvq"; not for a cache from a pickle before `attach` shows it its model."""
         return self.config._attn_implementation_internal == NAME
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether `generate` may compile steps: at a fixed capacity, unless ``graphs`` has them captured."""
+        """True if `generate` may compile steps: at a fixed capacity, unless ``graphs`` has them captured."""
         if self.graphs is not None and not torch.compiler.is_compiling():
             return False
         # The compiler of PyTorch 2.11 follows neither `super()` to a property nor `bool`.
@@ -321,7 +321,7 @@ class MixedKVCache(SavedCache, Cache):
 
     @property
     def _sync(self) -> DeviceSync | None:
-        """What layers know together of recorded steps."""
+        """Shared bookkeeping of the layers' recorded steps."""
         steps = self.compressed_layers[0].steps if self._recordable else None
         return None if steps is None else steps.sync
 
@@ -434,10 +434,10 @@ def _take_back(cache: MixedKVCache, layer_idx: int, tokens: int) -> None:
     layers = cache.layers
     refused = seen_by(layers[layer_idx]) if layer_idx < len(layers) else cache.get_seq_length() - tokens
     own = [layer for i, layer in enumerate(layers) if i in cache._compressed and i not in cache._untouched]
-    changes.level(own, seen_by, refused or 0)
+    transactions.level(own, seen_by, refused or 0)
     for i, state in cache._untouched.items():
         vars(cache.layers[i]).update(state)
-    # Last: what they were before says that nothing was wrong.
+    # This comes last: the restored variables include ``spoiled`` of before.
     cache.states.spoil()
 
 

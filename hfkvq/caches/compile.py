@@ -14,12 +14,12 @@ from transformers.configuration_utils import PreTrainedConfig
 from hfkvq.kernels.compile import SEVERAL, Layer, compile_layers
 from hfkvq.kernels.step import StepPlan
 
+from .base.model_config import attention_shape, latent_dims, stock_layers, text_config, windows_of
 from .layers import KVLayer, PaddingReader
 from .layers.build import is_held_in_pages
-from .model_config import attention_shape, latent_dims, stock_layers, text_config, windows_of
-from .preset import Preset
-from .scheme import Scheme, latent_layout
-from .window import in_window
+from .schemes.base import Scheme, latent_layout
+from .schemes.preset import Preset
+from .schemes.sliding_window import in_window
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ FAILED = "Kernels were not compiled ahead (%s); each is compiled when it is laun
 
 
 class LayerShape(NamedTuple):
-    """What is attended to in layers of one kind.
+    """Tokens that layers of one kind attend to.
 
     Attributes:
         heads: query heads.
@@ -78,11 +78,11 @@ def shapes_of(config: PreTrainedConfig) -> list[LayerShape] | None:
 
 
 def layer_plan(scheme: Scheme, shape: LayerShape, dtype: torch.dtype, several: bool = False) -> StepPlan:
-    """What a layer of a fixed capacity would hold: all that its kernels depend on, whatever its rows and capacity.
+    """Kind of a layer at a fixed capacity: all that its kernels depend on, whatever its rows and capacity.
 
     Args:
-        scheme: of the layer; a window may take 16-bit pages instead, see `hfkvq.caches.window.in_window`.
-        shape: of the layer.
+        scheme: of the layer; a window may take 16-bit pages instead, see
+        `hfkvq.caches.schemes.sliding_window.in_window`. shape: of the layer.
         dtype: of the model.
         several: whether steps may have several tokens, which may be taken back.
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
+from .base.capture import RECORDERS
+from .base.model_calls import intercept
 from .cache import MixedKVCache
-from .capture import RECORDERS
-from .model_calls import intercept
-from .preset import Preset, get_preset
-from .scheme import Scheme
+from .schemes.base import Scheme
+from .schemes.preset import Preset, get_preset
 from .tags import Tagger
 from .triaxial import TriAxialCache
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .cache import MixedKVCache
-from .preset import Preset
-from .scheme import get_scheme
+from .schemes.base import get_scheme
+from .schemes.preset import Preset
 
 if TYPE_CHECKING:
     from typing_extensions import Self

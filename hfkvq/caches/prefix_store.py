@@ -16,17 +16,17 @@ from torch import Tensor
 from hfkvq.bounded import DAMAGE
 from hfkvq.kernels.decode import START
 
-from . import prefix_files as files
+from .base.inference_mode import lasting
 from .cache import MixedKVCache
-from .fingerprint import weights_hash
-from .lasting import lasting
-from .prefix_files import Missing, path_of
-from .prefix_pages import PAGES, Pieces, cut_pages, first_border, gives_back, join_pages, packed_at, sinks_of
-from .preset import Preset, get_preset
-from .saved import device_of
-from .saved_file import THREADS, checksum, digest_of
-from .scheme import Scheme
-from .smoothing import digest_of_model, is_smoothed_by
+from .files import prefix_files as files
+from .files.cache_file import THREADS, checksum, digest_of
+from .files.prefix_files import Missing, path_of
+from .files.prefix_pages import PAGES, Pieces, cut_pages, first_border, gives_back, join_pages, packed_at, sinks_of
+from .files.saved import device_of
+from .files.weights_fingerprint import weights_hash
+from .layer_state.smoothing import digest_of_model, is_smoothed_by
+from .schemes.base import Scheme
+from .schemes.preset import Preset, get_preset
 from .tags import placeholders
 from .triaxial import TriAxialCache
 
@@ -43,7 +43,7 @@ _BORDER = re.compile(r"(?P<after>\d+)-(?P<tokens>\d+)-(?P<digest>[0-9a-f]{64})")
 
 
 class PrefixMatch(NamedTuple):
-    """What a store has found.
+    """Match that a store has found.
 
     Attributes:
         cache: holds the first tokens of the prompt; the caller's own.
@@ -290,7 +290,7 @@ class PrefixStore:
         return PrefixMatch(cache, found.tokens)
 
     def _read(self, found: _Found, bad: set[Path]) -> tuple[Any, dict[str, Tensor], list[Path]]:
-        """What a cache has packed, and its files."""
+        """Packed form of a cache, and its files."""
         device = device_of(self.model)
 
         def joined(paths: Sequence[Path], counts: Sequence[int], rest: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bit_table import BitTable
-from .layers.changes import Beside
+from .base.recorded import is_recorded
+from .layer_state.token_record import TokenRecord
+from .layers.transactions import Beside
 from .named import NamedCache
-from .recorded import is_recorded
 from .store.packing import Packed
 from .tags import ImageTokens, Tagger
-from .token_record import TokenRecord
+from .tags.bit_table import BitTable
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class TriAxialCache(NamedCache):
         seen = self._seen
         layers = self.compressed_layers
         if not layers or (seen and ids.shape[0] != layers[0].batch_size):
-            # Nothing to give widths to, or more rows than there are, which the layers refuse in words of their own.
+            # There is nothing to give widths to, or more rows than there are, which the layers refuse themselves.
             return
         recording = any(layer.record_past for layer in layers)
         if seen and (ids.shape[1] == 1 or recording):
@@ -226,7 +226,7 @@ class TriAxialCache(NamedCache):
         """The record of tokens changes with the layers."""
         record = self.tokens
         acts: dict[str, Callable[[], None]] = {
-            # Once the layers know how many are left.
+            # Layers must know first how many tokens are left.
             "crop": lambda: record.crop(self._seen),
             "reorder_cache": lambda: record.take_rows(given),
             "batch_repeat_interleave": lambda: record.repeat_rows(given),

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfkvq.caches import Preset, Scheme, get_preset, list_schemes
-from hfkvq.caches.bit_table import BitTable
+from hfkvq.caches.tags.bit_table import BitTable
 
 LikelihoodMode = Literal["decode", "stepwise", "prefill", "stock"]
 Truncation = Literal["left", "middle", "refuse"]

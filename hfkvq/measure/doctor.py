@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfkvq.caches.base.spelling import split_knobs
 from hfkvq.caches.compile import compile_ahead, shapes_of
-from hfkvq.caches.preset import Preset
-from hfkvq.caches.spelling import split_knobs
+from hfkvq.caches.schemes.preset import Preset
 
 from .demo.answers import answer, make_cache, texts
 from .demo.prompts import Batch, Subject, is_right, make_batches
@@ -158,7 +158,7 @@ def uneven_keys(subject: Subject, tokens: Tensor) -> Record | None:
 
 
 def _by_token(preset: Preset, keys: Record, head_dim: int) -> bool:
-    """Whether a layer's keys have one scale for channels of all sizes, in few bits."""
+    """True if a layer's keys have one scale for channels of all sizes, in few bits."""
     scheme = preset.by_layer(keys["layers"])[keys["layer"]] if keys["layer"] < keys["layers"] else preset.scheme
     try:
         side = scheme.layout(head_dim, head_dim).keys

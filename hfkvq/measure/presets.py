@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from hfkvq.caches.cache import DEFAULT_SCHEME
-from hfkvq.caches.eviction import EvictionScheme, TokenEviction
-from hfkvq.caches.knob_texts import allowed_words, default_words, knob_texts
 from hfkvq.caches.named import NamedCache
-from hfkvq.caches.preset import Preset
-from hfkvq.caches.registry import Entry, entry_of, in_order, presets
-from hfkvq.caches.scheme import Layout, Limits, Scheme, SideLayout, get_scheme, list_schemes
+from hfkvq.caches.schemes.base import Layout, Limits, Scheme, SideLayout, get_scheme, list_schemes
+from hfkvq.caches.schemes.eviction import EvictionScheme, TokenEviction
+from hfkvq.caches.schemes.knob_texts import allowed_words, default_words, knob_texts
+from hfkvq.caches.schemes.preset import Preset
+from hfkvq.caches.schemes.registry import Entry, entry_of, in_order, presets
 from hfkvq.kernels.pages import PageFormat, Side
 
 from .figures import figure, figures

@@ -29,9 +29,9 @@ except ImportError as error:
     ) from error
 
 from hfkvq.caches import Scheme, get_scheme
-from hfkvq.caches.attention import register
-from hfkvq.caches.model_config import text_config
-from hfkvq.caches.smoothing import KeySmoothing, measure, warn_of_noise
+from hfkvq.caches.attention.interface import register
+from hfkvq.caches.base.model_config import text_config
+from hfkvq.caches.layer_state.smoothing import KeySmoothing, measure, warn_of_noise
 
 from .models import check, schemes_of, windowed
 from .pages import CompressedPages
@@ -123,7 +123,7 @@ class CompressedManager(ContinuousBatchingManager):
 
     @property
     def windowed(self) -> bool:
-        """Whether requests have windows beside their blocks."""
+        """True if requests have windows beside their blocks."""
         return windowed(self.model.config, self.schemes)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -328,7 +328,7 @@ class Serving:
 
     @property
     def windowed(self) -> bool:
-        """Whether requests have windows beside their blocks, so that there are as many requests as windows."""
+        """True if requests have windows beside their blocks, so that there are as many requests as windows."""
         return windowed(self.model.config, schemes_of(self.model.config, self.scheme))
 
     def usage(self) -> Usage:

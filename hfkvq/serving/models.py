@@ -7,7 +7,7 @@ from transformers.generation.continuous_batching import cache as paged
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
 
 from hfkvq.caches import Scheme
-from hfkvq.caches.model_config import attention_shape, text_config
+from hfkvq.caches.base.model_config import attention_shape, text_config
 
 from .pages import has_windows, refusal
 from .slots import of_schemes
@@ -20,7 +20,7 @@ def schemes_of(config: PreTrainedConfig, scheme: Scheme) -> tuple[Scheme, ...]:
 
 
 def windowed(config: PreTrainedConfig, schemes: tuple[Scheme, ...]) -> bool:
-    """Whether requests of a model have windows beside their blocks."""
+    """True if requests of a model have windows beside their blocks."""
     shape = attention_shape(config)
     return shape is not None and any(has_windows(scheme, shape[2]) for scheme in schemes)
 

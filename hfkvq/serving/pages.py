@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 
 from hfkvq import kernels
 from hfkvq.caches import Scheme
-from hfkvq.caches.smoothing import KeySmoothing
+from hfkvq.caches.layer_state.smoothing import KeySmoothing
 from hfkvq.caches.store.state import as_bytes
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.hadamard import hadamard, saturated
@@ -48,7 +48,7 @@ def refusal(scheme: Scheme, head_dim: int) -> str | None:
 
 
 def has_windows(scheme: Scheme, head_dim: int) -> bool:
-    """Whether tokens of a scheme wait in 16 bits, or its pages are sealed whole."""
+    """True if tokens of a scheme wait in 16 bits, or its pages are sealed whole."""
     layout = scheme.layout(head_dim, head_dim)
     sides = (layout.keys, layout.values)
     return bool(layout.sink) or any(side.local or side.unit > 1 or side.formats[0].whole for side in sides)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hfkvq.caches import Scheme
-from hfkvq.caches.row_states import WindowSizes, sealed_target
+from hfkvq.caches.store.row_lengths import WindowSizes, sealed_target
 
 from .pages import CompressedPages, typed
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from hfkvq import kernels
-from hfkvq.caches.layers.plan import sealing_rules
-from hfkvq.caches.layers.queries import QueryStatistics
-from hfkvq.caches.row_states import RowState
+from hfkvq.caches.layer_state.query_statistics import QueryStatistics
+from hfkvq.caches.steps.buffer_plan import sealing_rules
 from hfkvq.caches.store import KVStore, Ragged, StoreState
+from hfkvq.caches.store.row_lengths import RowState
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import START, sealed_count
 from hfkvq.kernels.pages import SIDES, RunView

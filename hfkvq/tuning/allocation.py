@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hfkvq.caches.bit_table import BitTable
+from hfkvq.caches.tags.bit_table import BitTable
 
 from .sensitivity import Sensitivity
 

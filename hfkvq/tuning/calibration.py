@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfkvq.caches.bit_table import Origin, config_hash, template_hash
-from hfkvq.caches.scheme import get_scheme
+from hfkvq.caches.schemes.base import get_scheme
 from hfkvq.caches.tags import PAD, TAGS, ImageTokens, Tagger, tag_axes
+from hfkvq.caches.tags.bit_table import Origin, config_hash, template_hash
 from hfkvq.measure.capture import Capture, capture, compressed_layers, quantized, spread_layers
 
 from .conversations import Conversation, data_hash, make_request

@@ -18,9 +18,9 @@ from typing import Any
 
 import hfkvq
 from hfkvq.bounded import DAMAGE
-from hfkvq.caches.bit_table import read_json
-from hfkvq.caches.preset import Preset, get_preset
-from hfkvq.caches.scheme import Scheme, get_scheme, list_schemes
+from hfkvq.caches.schemes.base import Scheme, get_scheme, list_schemes
+from hfkvq.caches.schemes.preset import Preset, get_preset
+from hfkvq.caches.tags.bit_table import read_json
 from hfkvq.measure.divergence.intervals import mean_interval
 from hfkvq.measure.records import now
 

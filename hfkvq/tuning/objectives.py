@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hfkvq.caches.make import make_cache
-from hfkvq.caches.preset import Preset
+from hfkvq.caches.schemes.preset import Preset
 from hfkvq.measure.divergence.intervals import mean_interval
 from hfkvq.measure.divergence.measurement import measure
 from hfkvq.measure.records import clock

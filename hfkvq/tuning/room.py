@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hfkvq.caches.cache import MixedKVCache
-from hfkvq.caches.preset import Preset, get_preset
-from hfkvq.caches.scheme import Scheme, get_scheme
 from hfkvq.caches.schemes import MixKVQ
+from hfkvq.caches.schemes.base import Scheme, get_scheme
+from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.kernels.pages import RAISED_STEP
 
 COVERAGE = 0.99

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from hfkvq.caches.preset import Preset
+from hfkvq.caches.schemes.preset import Preset
 
 Cost = Literal["total_bits", "cache_bytes", "milliseconds", "key_bits"]
 COSTS: tuple[Cost, ...] = ("total_bits", "cache_bytes", "milliseconds", "key_bits")

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hfkvq.bounded import DAMAGE
-from hfkvq.caches.bit_table import Origin, read_json
 from hfkvq.caches.tags import parse_tag, tag_axes
+from hfkvq.caches.tags.bit_table import Origin, read_json
 
 KIND = "hfkvq.sensitivity"
 AXES = ("temporal", "modal", "semantic")

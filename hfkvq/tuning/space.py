@@ -16,7 +16,7 @@ from optuna.distributions import (
 )
 from optuna.trial import Trial
 
-from hfkvq.caches.scheme import Scheme, get_scheme, list_schemes, nearest
+from hfkvq.caches.schemes.base import Scheme, get_scheme, list_schemes, nearest
 
 Space = dict[str, BaseDistribution]
 

@@ -20,8 +20,8 @@ from optuna.study import MaxTrialsCallback
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hfkvq.bounded import DAMAGE
-from hfkvq.caches.preset import Preset, get_preset
-from hfkvq.caches.scheme import Scheme
+from hfkvq.caches.schemes.base import Scheme
+from hfkvq.caches.schemes.preset import Preset, get_preset
 
 from .score import COSTS, Cost, Objective
 from .space import describe, published, space_of, suggest

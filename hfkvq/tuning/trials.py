@@ -10,7 +10,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from hfkvq.caches.preset import Preset, get_preset
+from hfkvq.caches.schemes.preset import Preset, get_preset
 
 from .score import Cost, Objective, Score
 from .space import Space

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from hfkvq import Scheme, get_scheme, list_schemes
-from hfkvq.caches.attention import hfkvq_mask
-from hfkvq.caches.eviction import TokenEviction
+from hfkvq.caches.attention.interface import hfkvq_mask
+from hfkvq.caches.layer_state.smoothing import KeySmoothing
 from hfkvq.caches.layers import KVLayer, PaddingReader
-from hfkvq.caches.smoothing import KeySmoothing
+from hfkvq.caches.schemes.eviction import TokenEviction
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START

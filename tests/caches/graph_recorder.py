@@ -10,13 +10,13 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfkvq.caches import capture, once
-from hfkvq.caches.model_calls import inside_call
-from hfkvq.caches.recorded import recording
+from hfkvq.caches.base import capture, warn_once
+from hfkvq.caches.base.model_calls import inside_call
+from hfkvq.caches.base.recorded import recording
 
 
 class PythonGraph:
-    """Stands for `hfkvq.caches.capture.CapturedGraph`: records nothing, and runs the step at every replay.
+    """Stands for `hfkvq.caches.base.capture.CapturedGraph`: records nothing, and runs the step at every replay.
 
     As of a graph, nothing is carried out when it is made, its inputs and outputs stay where they are, and it may ask
     for nothing that the host knows: layers answer as in a recorded step.
@@ -66,7 +66,7 @@ ASKS_HOST = {f"aten::{name}" for name in ("_local_scalar_dense", "nonzero", "equ
 
 
 class TapeGraph:
-    """Stands for `hfkvq.caches.capture.CapturedGraph`, as strictly as a CPU can.
+    """Stands for `hfkvq.caches.base.capture.CapturedGraph`, as strictly as a CPU can.
 
     The operations of a step are noted once, with the addresses that they read and write, and undone; a replay carries
     out these operations at these addresses, without the model's Python. Whatever asks the host fails.
@@ -109,9 +109,9 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[TapeGraph]]:
     """Steps on the CPU are replayed from a tape; how many were taken is counted."""
     monkeypatch.setitem(capture.RECORDERS, "cpu", TapeGraph)
     TapeGraph.made = 0
-    once.say_once.cache_clear()
+    warn_once.say_once.cache_clear()
     yield TapeGraph
-    once.say_once.cache_clear()
+    warn_once.say_once.cache_clear()
 
 
 @pytest.fixture
@@ -119,6 +119,6 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PythonGraph]]:
     """Steps on the CPU are captured; how often is counted."""
     monkeypatch.setitem(capture.RECORDERS, "cpu", PythonGraph)
     PythonGraph.made, PythonGraph.failing = 0, False
-    once.say_once.cache_clear()
+    warn_once.say_once.cache_clear()
     yield PythonGraph
-    once.say_once.cache_clear()
+    warn_once.say_once.cache_clear()

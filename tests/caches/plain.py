@@ -12,10 +12,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
 
 from hfkvq import MixedKVCache, Scheme, kernels
-from hfkvq.caches.attention import hfkvq_attention
-from hfkvq.caches.eviction import EvictionScheme, TieredEviction
+from hfkvq.caches.attention.interface import hfkvq_attention
+from hfkvq.caches.layer_state.smoothing import KeySmoothing
 from hfkvq.caches.layers import KVLayer
-from hfkvq.caches.smoothing import KeySmoothing
+from hfkvq.caches.schemes.eviction import EvictionScheme, TieredEviction
 from hfkvq.caches.store import KVStore, StoreState
 from hfkvq.caches.store.columns import gather
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from hfkvq import ARKVCache, MixedKVCache, get_scheme
 from hfkvq.caches.layers.build import group_layers
-from hfkvq.caches.ranking import Attention, tier_widths, token_scores
 from hfkvq.caches.schemes import Arkv
+from hfkvq.caches.schemes.ranking import Attention, tier_widths, token_scores
 from hfkvq.caches.store.columns import positions
 from hfkvq.caches.store.moves import EVICT, STAY
 from hfkvq.caches.store.requantize import requantize_by_tiers

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from hfkvq.caches import attention as attending
-from hfkvq.caches import dense
-from hfkvq.caches.attention import hfkvq_attention
+from hfkvq.caches.attention import dense
+from hfkvq.caches.attention import interface as attending
+from hfkvq.caches.attention.interface import hfkvq_attention
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.driver import DIM, HEADS, SHARE, attention, small

@@ -11,7 +11,7 @@ from transformers import Gemma3TextConfig, LlamaConfig
 
 from hfkvq import MixedKVCache
 from hfkvq.caches import compile
-from hfkvq.caches.preset import get_preset
+from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.measure.demo import Settings, run_demo
 from hfkvq.measure.demo import run as demo
 from hfkvq.measure.demo.prompts import load

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hfkvq import MixedKVCache, get_scheme, list_schemes
-from hfkvq.caches import registry
-from hfkvq.caches.eviction import TokenEviction
 from hfkvq.caches.layers import ROLLBACK
-from hfkvq.caches.scheme import Layout, Scheme, SideLayout, knob
+from hfkvq.caches.schemes import registry
+from hfkvq.caches.schemes.base import Layout, Scheme, SideLayout, knob
+from hfkvq.caches.schemes.eviction import TokenEviction
 from hfkvq.kernels import PageFormat
 from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.driver import (

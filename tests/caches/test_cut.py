@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkvq import ARKVCache
+from hfkvq.caches.eviction.tier_evictor import TierEvictor
 from hfkvq.caches.layers.build import group_layers
-from hfkvq.caches.layers.tiers import TierEvictor
 from hfkvq.caches.schemes import Arkv
 from hfkvq.caches.store import sealing
 from hfkvq.kernels.arguments import AttentionArguments

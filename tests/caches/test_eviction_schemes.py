@@ -17,16 +17,15 @@ import pytest
 import torch
 
 from hfkvq import Scheme, get_scheme, list_schemes
-from hfkvq.caches import evidence as evidence_module
-from hfkvq.caches import registry
-from hfkvq.caches.eviction import EvictionScheme, TokenEviction
-from hfkvq.caches.evidence import Evidence, keep_columns, keep_mask, prompt_evidence
-from hfkvq.caches.headwise import HeadwiseStore
-from hfkvq.caches.prompt_choice import choose
-from hfkvq.caches.ranking import expected_attention, token_scores
-from hfkvq.caches.scheme import Limits, warn_of_limits
-from hfkvq.caches.schemes import H2O, TOVA, ExpectedAttention, PyramidKV, SnapKV, StreamingLLM
+from hfkvq.caches.eviction.prompt_selection import choose
+from hfkvq.caches.schemes import H2O, TOVA, ExpectedAttention, PyramidKV, SnapKV, StreamingLLM, registry
+from hfkvq.caches.schemes import score_inputs as evidence_module
+from hfkvq.caches.schemes.base import Limits, warn_of_limits
+from hfkvq.caches.schemes.eviction import EvictionScheme, TokenEviction
+from hfkvq.caches.schemes.ranking import expected_attention, token_scores
+from hfkvq.caches.schemes.score_inputs import Evidence, keep_columns, keep_mask, prompt_evidence
 from hfkvq.caches.store import Padding
+from hfkvq.caches.store.headwise import HeadwiseStore
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START
 from tests.caches.driver import small

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkvq import MixedKVCache
-from hfkvq.caches.layers.steps import DeviceSteps
+from hfkvq.caches.steps.device_steps import DeviceSteps
 from hfkvq.caches.store import sealing
 from hfkvq.kernels.step import ops
 from tests.caches.driver import for_all_models, small, stored

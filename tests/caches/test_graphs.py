@@ -19,9 +19,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import CompileConfig, DynamicCache
 
 from hfkvq import MixedKVCache, TriAxialCache, captured_draft, get_scheme
-from hfkvq.caches import capture, dense, graphs
-from hfkvq.caches.layers import buffer
-from hfkvq.caches.layers.buffer import StepBuffer
+from hfkvq.caches.attention import dense
+from hfkvq.caches.base import capture
+from hfkvq.caches.graphs import step_graphs
+from hfkvq.caches.steps import step_buffer
+from hfkvq.caches.steps.step_buffer import StepBuffer
 from tests.caches.driver import small
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.models import FAMILIES, build, prompt
@@ -44,7 +46,7 @@ def test_every_mode_of_generate(mode, length):
 def test_steps_of_every_scheme_are_those_without_graphs(name, monkeypatch):
     """Growing across several homes, with padding: the tokens of an eager cache."""
     # Fewer than by itself, so that fewer steps fill the first home.
-    monkeypatch.setattr(buffer, "LEAST_HEADROOM", 32)
+    monkeypatch.setattr(step_buffer, "LEAST_HEADROOM", 32)
     # What two layers share they share whatever the scheme. A second one would quantize the last bits of attention over
     # a buffer, which are not those of attention over what has grown, and a code may be another.
     model, (ids, mask) = build("llama", num_hidden_layers=2 if name == "full" else 1), padded(2, 30)
@@ -255,7 +257,7 @@ def test_no_memory_for_buffers(monkeypatch):
 
     def full(buffer):
         count.append(buffer)
-        if buffer.room and buffer.tensor is None and len(count) % 2 == 0:
+        if step_buffer.room and step_buffer.tensor is None and len(count) % 2 == 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
         bind(buffer)
 
@@ -635,7 +637,7 @@ def test_step_is_for_own_loops():
 def test_layers_are_of_the_kind_that_is_captured():
     assert all(x.steps for x in MixedKVCache(build("llama").config).layers)
     assert not any(x.steps.sync.captured for x in MixedKVCache(build("llama").config, graphs=False).layers)
-    assert graphs.MAX_STEP == 16
+    assert step_graphs.MAX_STEP == 16
     assert TriAxialCache
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.caches.attention import hfkvq_attention
+from hfkvq.caches.attention.interface import hfkvq_attention
 from hfkvq.caches.layers.handle import layer_of
 from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.models import build

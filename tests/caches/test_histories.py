@@ -24,8 +24,8 @@ from hypothesis.stateful import (
 )
 
 from hfkvq import MixedKVCache, Scheme, get_scheme, list_schemes
-from hfkvq.caches.eviction import TieredEviction
-from hfkvq.caches.scheme import Layout, SideLayout, knob
+from hfkvq.caches.schemes.base import Layout, SideLayout, knob
+from hfkvq.caches.schemes.eviction import TieredEviction
 from hfkvq.kernels import PageFormat
 from tests.caches.driver import assert_same_bits, cases, evicting, small
 from tests.caches.plain import DIM, HEADS, KINDS, New, Subject

@@ -13,8 +13,9 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 from evals.families import build, families
 from hfkvq import MixedKVCache, PrefixStore
-from hfkvq.caches import saved_file
-from hfkvq.caches.layers import HybridLayer, KVLayer, RecurrentLayer, buffer
+from hfkvq.caches.files import cache_file
+from hfkvq.caches.layers import HybridLayer, KVLayer, RecurrentLayer
+from hfkvq.caches.steps import step_buffer
 from hfkvq.tuning.fit import cache_bytes
 from tests.caches.driver import small
 from tests.caches.graph_recorder import PythonGraph, captured, taped  # noqa: F401
@@ -116,7 +117,7 @@ def test_presets_give_what_dequantized_pages_give(family, scheme):
 )
 def test_replayed_operations_give_what_steps_in_python_give(family, length, count, taped, monkeypatch):  # noqa: F811
     """Bit for bit over one buffer; through several, where attention is shared out otherwise, but for rounding."""
-    monkeypatch.setattr(buffer, "LEAST_HEADROOM", count // 4)
+    monkeypatch.setattr(step_buffer, "LEAST_HEADROOM", count // 4)
     model, ids, tokens = model_of(family), prompt(2, 20) % 100, prompt(2, count, 3) % 100
     options = {"max_cache_len": length, "headroom": 0.01}
     scheme = small("saw-int4") if length else FULL
@@ -282,7 +283,7 @@ class TestFailures:
             model(ids, past_key_values=stock)
 
         def forward(x, own=last.forward):
-            from hfkvq.caches.recorded import is_captured
+            from hfkvq.caches.base.recorded import is_captured
 
             if is_captured():
                 raise ValueError("not here")
@@ -450,9 +451,9 @@ class TestFiles:
 
     def rewritten(self, path, change):
         """The file with other contents, and the checksum of these."""
-        description, tensors = saved_file.read_file(path)
+        description, tensors = cache_file.read_file(path)
         change(description, tensors)
-        saved_file.write_file(path, description, tensors)
+        cache_file.write_file(path, description, tensors)
 
     @pytest.mark.parametrize(
         ("change", "message"),

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 import hfkvq
 from evals import families
 from hfkvq import MixedKVCache, TriAxialCache
-from hfkvq.caches.recorded import is_recorded
+from hfkvq.caches.base.recorded import is_recorded
 from hfkvq.caches.tags import PAD, TAGS, ImageTokens, Tagger, placeholders
 from tests.caches import vision
 from tests.caches.chats import byte_tokenizer

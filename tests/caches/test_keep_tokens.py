@@ -8,11 +8,11 @@ import pickle
 import pytest
 import torch
 
-from hfkvq.caches.headwise import HeadwiseStore
-from hfkvq.caches.routing import ColumnTags
-from hfkvq.caches.row_states import RowState
 from hfkvq.caches.store import SIDES, KVStore, Padding
+from hfkvq.caches.store.headwise import HeadwiseStore
 from hfkvq.caches.store.requantize import keep_tokens
+from hfkvq.caches.store.routing import ColumnTags
+from hfkvq.caches.store.row_lengths import RowState
 from hfkvq.caches.tags import parse_tag
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START, sealed_count

@@ -12,7 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfkvq import MixedKVCache
-from hfkvq.caches.attention import NAME, hfkvq_attention, hfkvq_mask
+from hfkvq.caches.attention.interface import NAME, hfkvq_attention, hfkvq_mask
 from hfkvq.caches.layers.handle import LazyKV
 from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.driver import (

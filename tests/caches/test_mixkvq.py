@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hfkvq import MixKVQCache, get_scheme
-from hfkvq.caches.scheme import SideLayout
 from hfkvq.caches.schemes import MixKVQ
+from hfkvq.caches.schemes.base import SideLayout
 from hfkvq.kernels import PageFormat, channel_widths
 from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches import driver
@@ -81,7 +81,7 @@ def test_queries_of_what_waits_stay_counted(monkeypatch, chunks):
     # Without a rule for the kernel, sealing asks `channel_bits`.
     monkeypatch.setattr(MixKVQ, "step_rule", lambda self, head_dim: None)
     monkeypatch.setattr(driver, "steady", lambda queries: queries)
-    monkeypatch.setattr("hfkvq.caches.layers.queries.MAX_STEP", 1)
+    monkeypatch.setattr("hfkvq.caches.layer_state.query_statistics.MAX_STEP", 1)
     layer = make(MixKVQ(page_size=8, group_size=8, sink_length=3))
     rows = [row(seed, 20) for seed in (1, 2)]
     # The second row begins a column later, so its second page is due a step later.

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from hfkvq import MixedKVCache
+from hfkvq.caches.base.model_config import attention_shape
 from hfkvq.caches.layers.memory import memory_of
-from hfkvq.caches.model_config import attention_shape
 from tests.caches.graph_recorder import captured  # noqa: F401
 from tests.caches.models import BASE, build, config, prompt
 

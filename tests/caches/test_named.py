@@ -6,9 +6,9 @@ import inspect
 import pytest
 
 import hfkvq
-from hfkvq.caches.knob_texts import knob_texts
 from hfkvq.caches.named import NamedCache
-from hfkvq.caches.registry import entry_of, presets
+from hfkvq.caches.schemes.knob_texts import knob_texts
+from hfkvq.caches.schemes.registry import entry_of, presets
 from tests.caches.models import config
 
 NAMED = sorted(

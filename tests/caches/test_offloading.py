@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig
 
 from hfkvq import KittyCache, MixedKVCache, TriAxialCache
-from hfkvq.caches.layers import buffer
 from hfkvq.caches.layers.memory import held_bytes
+from hfkvq.caches.steps import step_buffer
 from hfkvq.caches.store import host
 from hfkvq.caches.store.state import as_bytes
 from hfkvq.caches.tags import parse_tag
@@ -54,7 +54,7 @@ def assert_alike(plain, offloaded, rows):
 @pytest.mark.parametrize(("name", "length"), [*((name, None) for name in SCHEMES), ("kitty-pro", 120), ("mixkvq", 120)])
 def test_tokens_and_bytes_are_the_same(name, length, monkeypatch, captured):  # noqa: F811
     """Captured steps that outgrow their buffers, with padding; then another turn, in chunks."""
-    monkeypatch.setattr(buffer, "LEAST_HEADROOM", 16)
+    monkeypatch.setattr(step_buffer, "LEAST_HEADROOM", 16)
     model, (ids, mask) = build("llama"), padded(2, 30)
     caches, found = both(model, name, max_cache_len=length, headroom=0.01), []
     for cache in caches:

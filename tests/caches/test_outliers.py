@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hfkvq import MixedKVCache, get_scheme, list_schemes
-from hfkvq.caches import smoothing
-from hfkvq.caches.eviction import TokenEviction
-from hfkvq.caches.once import say_once
+from hfkvq.caches.base.warn_once import say_once
+from hfkvq.caches.layer_state import smoothing
+from hfkvq.caches.schemes.eviction import TokenEviction
 from tests.caches.outliers import (
     FACTORS,
     GRAFTS,

@@ -18,8 +18,8 @@ import torch
 from transformers import DynamicCache
 
 from hfkvq import MixedKVCache, PrefixStore, get_scheme
-from hfkvq.caches import prefix_files, prefix_pages, saved_file
-from hfkvq.caches.fingerprint import weights_hash
+from hfkvq.caches.files import cache_file, prefix_files, prefix_pages
+from hfkvq.caches.files.weights_fingerprint import weights_hash
 from tests.caches.driver import small
 from tests.caches.models import build, prompt
 from tests.caches.test_saved import ByAge, filled, packed_alike, poison_memory
@@ -437,7 +437,7 @@ def test_what_writers_have_left_behind_goes(model, store):
 
 
 def test_a_full_disk(model, store, monkeypatch):
-    ids, scheme, write = prompt(1, 150), store.preset.scheme, saved_file.save_file
+    ids, scheme, write = prompt(1, 150), store.preset.scheme, cache_file.save_file
     store.put(filled_with(model, ids[:, :60], scheme), ids[:, :60])
     written = []
 
@@ -448,7 +448,7 @@ def test_a_full_disk(model, store, monkeypatch):
         written.append(path)
         write(tensors, path, metadata)
 
-    monkeypatch.setattr(saved_file, "save_file", full)
+    monkeypatch.setattr(cache_file, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         store.put(filled_with(model, ids, scheme), ids)
     assert store.match(ids).tokens == 60

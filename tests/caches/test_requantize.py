@@ -10,12 +10,12 @@ import torch
 from transformers import DynamicCache
 
 from hfkvq import TriAxialCache, get_scheme
-from hfkvq.caches.layers import tags as layers
-from hfkvq.caches.scheme import UNTAGGED
+from hfkvq.caches.layer_state import tags as layers
+from hfkvq.caches.layer_state.token_record import TokenRecord
+from hfkvq.caches.schemes.base import UNTAGGED
 from hfkvq.caches.store import requantize as requantizing
 from hfkvq.caches.store.requantize import requantize_by_tags
 from hfkvq.caches.tags import PAD, TEMPORAL, Tagger, parse_tag
-from hfkvq.caches.token_record import TokenRecord
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.quantize import dequantize_pages, quantize_pages
 from hfkvq.measure.reference import load_reference, tools

@@ -16,12 +16,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkvq import MixedKVCache, TriAxialCache
+from hfkvq.caches.layer_state.token_record import TokenRecord
 from hfkvq.caches.layers import PaddingReader
-from hfkvq.caches.routing import ColumnTags, SealSource, SealStart, route_by_width
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.store import sealing
+from hfkvq.caches.store.routing import ColumnTags, SealSource, SealStart, route_by_width
 from hfkvq.caches.tags import PAD, parse_tag
-from hfkvq.caches.token_record import TokenRecord
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count
 from tests.caches.driver import assert_same_bits, mask_of, stored, tensors_of

@@ -2,7 +2,7 @@
 
 import random
 
-from hfkvq.caches.row_states import RowState, WindowSizes, forecast
+from hfkvq.caches.store.row_lengths import RowState, WindowSizes, forecast
 
 
 def sealed_by_hand(length: int, sink: int, local: int, unit: int, sealed: int) -> int:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from hfkvq import KittyCache, MixedKVCache, TriAxialCache
-from hfkvq.caches import saved_file
+from hfkvq.caches.files import cache_file
 from hfkvq.caches.tags import parse_tag
 from tests.caches.driver import small
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
@@ -325,13 +325,13 @@ def test_files_that_are_cut_off_or_changed(file):
 def _rewritten(file, change):
     """The file with another description, its checksum put right."""
     tensors = load_file(file)
-    with saved_file.safe_open(file, framework="pt") as opened:
+    with cache_file.safe_open(file, framework="pt") as opened:
         head = json.loads(opened.metadata()["hfkvq"])
     description = json.loads(head["description"])
     change(head, description, tensors)
     head["description"] = json.dumps(description)
-    digests = {name: saved_file.digest_of(name, x) for name, x in tensors.items()}
-    head["sha256"] = saved_file.checksum(head["description"], digests)
+    digests = {name: cache_file.digest_of(name, x) for name, x in tensors.items()}
+    head["sha256"] = cache_file.checksum(head["description"], digests)
     save_file(tensors, file, metadata={"hfkvq": json.dumps(head)})
 
 
@@ -387,7 +387,7 @@ def test_what_fails_leaves_the_file_that_was_there(file, monkeypatch):
         path.write_bytes(b"half")
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr(saved_file, "save_file", full)
+    monkeypatch.setattr(cache_file, "save_file", full)
     cache, _ = filled(build("llama"))
     with pytest.raises(OSError, match="No space left"):
         cache.save(file)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from hfkvq import Scheme, get_scheme, list_schemes
-from hfkvq.caches import registry
 from hfkvq.caches.layers.forward import attend
-from hfkvq.caches.scheme import Layout, SideLayout, knob
-from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, SawInt4
+from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, SawInt4, registry
+from hfkvq.caches.schemes.base import Layout, SideLayout, knob
 from hfkvq.kernels import PageFormat, channel_widths, hadamard
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.hadamard import rotation

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hfkvq import MixedKVCache, PrefixStore, get_scheme
-from hfkvq.caches import smoothing
+from hfkvq.caches.layer_state import smoothing
 from tests.caches.driver import make, small
 from tests.caches.models import build, prompt
 from tests.caches.test_saved import _rewritten

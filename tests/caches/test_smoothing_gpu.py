@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hfkvq import MixedKVCache
-from hfkvq.caches import smoothing
+from hfkvq.caches.layer_state import smoothing
 
 pytestmark = [
     pytest.mark.gpu,

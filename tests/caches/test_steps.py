@@ -10,14 +10,14 @@ import torch
 
 from evals.generate import SpreadTags
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.caches.attention import hfkvq_attention, hfkvq_mask
+from hfkvq.caches.attention.interface import hfkvq_attention, hfkvq_mask
+from hfkvq.caches.layer_state.token_record import TokenRecord
 from hfkvq.caches.layers import KVLayer, PaddingReader
-from hfkvq.caches.layers.buffer import StepBuffer
-from hfkvq.caches.layers.steps import DeviceSteps
-from hfkvq.caches.routing import HostCounters
 from hfkvq.caches.schemes import TriAxial
+from hfkvq.caches.steps.device_steps import DeviceSteps
+from hfkvq.caches.steps.step_buffer import StepBuffer
 from hfkvq.caches.store import sealing
-from hfkvq.caches.token_record import TokenRecord
+from hfkvq.caches.store.routing import HostCounters
 from hfkvq.kernels import use_interpreter
 from hfkvq.kernels.decode import LENGTH, run_count
 from hfkvq.kernels.pages import PageFormat

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.caches import registry
-from hfkvq.caches.eviction import TokenEviction
-from hfkvq.caches.evidence import keep_mask, prompt_evidence
-from hfkvq.caches.headwise import HeadwiseStore
+from hfkvq.caches.base.warn_once import say_once
+from hfkvq.caches.eviction.prompt_selection import shared
 from hfkvq.caches.layers.memory import memory_of
-from hfkvq.caches.once import say_once
-from hfkvq.caches.prompt_choice import shared
+from hfkvq.caches.schemes import registry
+from hfkvq.caches.schemes.eviction import TokenEviction
+from hfkvq.caches.schemes.score_inputs import keep_mask, prompt_evidence
+from hfkvq.caches.store.headwise import HeadwiseStore
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, START
 from tests.caches.driver import (

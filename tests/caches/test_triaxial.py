@@ -13,11 +13,11 @@ import torch
 
 from hfkvq import MixedKVCache, Scheme, TriAxialCache, get_scheme, kernels
 from hfkvq.caches import BitTable
-from hfkvq.caches.bit_table import Origin, config_hash, template_hash
-from hfkvq.caches.scheme import UNTAGGED
 from hfkvq.caches.schemes import TriAxial
+from hfkvq.caches.schemes.base import UNTAGGED
 from hfkvq.caches.store import sealing
 from hfkvq.caches.tags import PAD, TAGS, parse_tag
+from hfkvq.caches.tags.bit_table import Origin, config_hash, template_hash
 from tests.caches.driver import assert_same_bits, stored, tensors_of
 from tests.caches.models import build, config, prompt
 

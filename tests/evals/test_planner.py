@@ -3,13 +3,13 @@
 import json
 
 from evals import model_steps
-from hfkvq.caches.layers import buffer
+from hfkvq.caches.steps import step_buffer
 from hfkvq.tuning.fit.layer import layer_bytes
 
 
 def test_the_planner_agrees_with_what_was_measured(monkeypatch):
     """To the byte, with the room that buffers had then."""
-    monkeypatch.setattr(buffer, "MOST_HEADROOM", 1 << 30)
+    monkeypatch.setattr(step_buffer, "MOST_HEADROOM", 1 << 30)
     # Bytes of a layer are kept by what they follow from, which this is not.
     layer_bytes.cache_clear()
     try:

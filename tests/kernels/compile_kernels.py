@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction
 import hfkvq
 from evals.other_kernels import split_kv
 from hfkvq import kernels
-from hfkvq.caches.scheme import Layout, Scheme, SideLayout
+from hfkvq.caches.schemes.base import Layout, Scheme, SideLayout
 from hfkvq.caches.store import SIDES, KVStore
 from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.arguments import AttentionArguments

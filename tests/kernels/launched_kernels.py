@@ -18,12 +18,13 @@ import triton
 from triton.compiler import make_backend
 
 from hfkvq import kernels
-from hfkvq.caches import attention
+from hfkvq.caches.attention import interface
 from hfkvq.caches.compile import LayerShape, layer_plan
-from hfkvq.caches.layers import KVLayer, PaddingReader, steps
+from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.layers.build import group_layers
-from hfkvq.caches.scheme import Scheme, get_scheme
-from hfkvq.caches.window import in_window
+from hfkvq.caches.schemes.base import Scheme, get_scheme
+from hfkvq.caches.schemes.sliding_window import in_window
+from hfkvq.caches.steps import device_steps
 from hfkvq.kernels.compile import SEVERAL, normal
 from tests.kernels.compile_kernels import BF16, FrontEnd, Idle, name_of, pretend, tensor
 
@@ -69,7 +70,7 @@ def run(preset: str, rows: int, tokens: int, capacity: int, sizes: Sequence[int]
     for count in (tokens, *sizes):
         query, key, value = (tensor(rows, heads, count, DIM, BF16) for heads in (HEADS, KV_HEADS, KV_HEADS))
         handles = layer.update(key, value)
-        attention.hfkvq_attention(module, query, *handles, None, scaling=DIM**-0.5)
+        interface.hfkvq_attention(module, query, *handles, None, scaling=DIM**-0.5)
 
 
 def forget() -> None:
@@ -87,7 +88,7 @@ def main() -> None:
     pretend(notes)
     triton.compiler.compile = notes.compile
     torch.cuda.is_current_stream_capturing = lambda: False
-    to, step = torch.Tensor.to, steps.run_step
+    to, step = torch.Tensor.to, device_steps.run_step
     # What kernels would write decides what is sealed; none of them runs.
     torch.empty, torch.empty_like, torch.Tensor.new_empty = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros
     # There is no other device.
@@ -95,8 +96,8 @@ def main() -> None:
         self if args and isinstance(args[0], torch.device) else to(self, *args, **kwargs)
     )
     # As graphs record steps: whatever is due.
-    steps.run_step = lambda *args: step(*args[:6], True)
-    attention.dense_attention = lambda module, query, key, value, *_, **__: (query.transpose(1, 2).clone(), None)
+    device_steps.run_step = lambda *args: step(*args[:6], True)
+    interface.dense_attention = lambda module, query, key, value, *_, **__: (query.transpose(1, 2).clone(), None)
     found: dict[str, dict[str, list[Any]]] = {}
     with kernels.use_interpreter():
         for preset in sys.argv[1].split(","):

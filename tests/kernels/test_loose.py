@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hfkvq import get_scheme
-from hfkvq.caches.routing import ColumnTags
 from hfkvq.caches.store import MAX_STEP, SIDES, KVStore, Padding
+from hfkvq.caches.store.routing import ColumnTags
 from hfkvq.kernels import PageFormat, StoreFormat, decode_attention
 from hfkvq.kernels.decode import sealed_count
 from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hfkvq.caches.attention import hfkvq_attention
+from hfkvq.caches.attention.interface import hfkvq_attention
 from hfkvq.caches.compile import LayerShape, layer_plan
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.layers.build import group_layers
-from hfkvq.caches.scheme import get_scheme
+from hfkvq.caches.schemes.base import get_scheme
 from hfkvq.kernels.compile import compile_layers, normal
 
 ROOT = Path(__file__).resolve().parents[2]

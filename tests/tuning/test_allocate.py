@@ -9,7 +9,7 @@ import random
 import pytest
 
 from hfkvq.caches import BitTable
-from hfkvq.caches.bit_table import Origin
+from hfkvq.caches.tags.bit_table import Origin
 from hfkvq.tuning import Sensitivity, allocate, make_table, sweep
 from hfkvq.tuning.allocation import Choice, allocate_exact, allocate_greedy
 

@@ -24,10 +24,10 @@ from evals.families import build as build_family
 from evals.shapes import get_config
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes
 from hfkvq.caches import get_preset
-from hfkvq.caches.layers import buffer
+from hfkvq.caches.layer_state.token_record import TokenRecord
 from hfkvq.caches.layers.memory import held_bytes
+from hfkvq.caches.steps import step_buffer
 from hfkvq.caches.store import KVStore
-from hfkvq.caches.token_record import TokenRecord
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.measure.models.outline import outline
 from hfkvq.measure.reference import load_reference
@@ -166,7 +166,7 @@ def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
 )
 def test_buffers_of_captured_steps(captured, tiny, reader, name, prompt, chunk, monkeypatch):  # noqa: F811
     """The buffer of the first step is outgrown, and another one made: soon, where there is little room ahead."""
-    monkeypatch.setattr(buffer, "LEAST_HEADROOM", 32)
+    monkeypatch.setattr(step_buffer, "LEAST_HEADROOM", 32)
     total = held(tiny, made(tiny, name, reader, headroom=0.01), prompt, 45, chunk)
     assert captured.made > 1
     assert total == cache_bytes(TINY, name, prompt + 45, 2, generated=45, chunk=chunk, headroom=0.01)
@@ -181,7 +181,7 @@ def test_headroom_has_a_most(captured, tiny, monkeypatch):  # noqa: F811
     """However long the context is: by a quarter of 128k tokens a cache would be a quarter larger for hours."""
     # Bytes of a layer are kept by what they follow from, so another share is asked for here.
     free = cache_bytes(TINY, "saw-int4", 302, 2, generated=2, headroom=3.9)
-    monkeypatch.setattr(buffer, "MOST_HEADROOM", 256)
+    monkeypatch.setattr(step_buffer, "MOST_HEADROOM", 256)
     total = held(tiny, MixedKVCache(tiny, "saw-int4", headroom=4), 300, 2)
     assert total == cache_bytes(TINY, "saw-int4", 302, 2, generated=2, headroom=4) < free
     assert total == cache_bytes(TINY, "saw-int4", 302, 2, generated=2, headroom=0.86)

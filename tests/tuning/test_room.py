@@ -102,7 +102,7 @@ def test_bad_arguments(model, tokens, what, length, coverage, message):
 def test_attention_without_queries_is_refused(tokens, monkeypatch):
     """Thresholds have no meaning then."""
     model = build("llama")
-    monkeypatch.setattr("hfkvq.caches.layers.queries.QueryStatistics.mean", lambda self: None)
+    monkeypatch.setattr("hfkvq.caches.layer_state.query_statistics.QueryStatistics.mean", lambda self: None)
     with pytest.raises(ValueError, match="does not expose its queries"):
         measure_room(model, scheme(0.5), tokens)
 

@@ -7,13 +7,13 @@ together is an `EvictingGroup` (of those that evict) and a `DeviceSync` (of thos
 and rows change in all layers of a cache or in none, in `changes`.
 """
 
-from .base import ROLLBACK
-from .eviction import EvictingGroup, Eviction
-from .group import DeviceSync
+from ..eviction.evictor import EvictingGroup, Eviction
+from ..layer_state.base import ROLLBACK
+from ..layer_state.group import DeviceSync
+from ..layer_state.padding import PaddingReader
 from .hybrid import HybridLayer
 from .layer import KVLayer
-from .padding import PaddingReader
-from .states import RecurrentLayer
+from .recurrent import RecurrentLayer
 
 __all__ = [
     "ROLLBACK",

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
 )
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..model_config import (
+from ..base.model_config import (
     SINKS_BY_TOKEN,
     TOUCHES_KEYS,
     expands_latents,
@@ -26,15 +26,15 @@ from ..model_config import (
     stock_layers,
     windows_of,
 )
-from ..once import say_once
-from ..preset import Preset
-from ..scheme import Scheme, latent_layout, warn_of_limits
-from ..window import in_window
-from .group import DeviceSync
+from ..base.warn_once import say_once
+from ..layer_state.group import DeviceSync
+from ..layer_state.padding import PaddingReader
+from ..schemes.base import Scheme, latent_layout, warn_of_limits
+from ..schemes.preset import Preset
+from ..schemes.sliding_window import in_window
 from .hybrid import HybridLayer
 from .layer import KVLayer
-from .padding import PaddingReader
-from .states import RecurrentLayer
+from .recurrent import RecurrentLayer
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +69,13 @@ class Layers(NamedTuple):
 
 
 def is_attachable(text: PreTrainedConfig) -> bool:
-    """Whether a model of this text config takes its attention from Transformers' table, in all its layers."""
+    """True if a model of this text config takes its attention from Transformers' table, in all its layers."""
     known = all(type(layer).__name__ in _KNOWN_LAYERS for layer in stock_layers(text))
     return known and looks_attention_up(text)
 
 
 def is_held_in_pages(layer: Any, text: PreTrainedConfig) -> bool:
-    """Whether this layer of Transformers, in the cache of a model of this text config, becomes a `KVLayer`."""
+    """True if this layer of Transformers, in the cache of a model of this text config, becomes a `KVLayer`."""
     kind = type(layer)
     return kind in (DynamicLayer, LinearAttentionAndFullAttentionLayer) and text.model_type not in SINKS_BY_TOKEN
 
@@ -189,7 +189,7 @@ def build_layers(
 
 
 def _stays_in_place(layer: Any) -> bool:
-    """Whether steps write into what this layer of Transformers holds, or it holds nothing."""
+    """True if steps write into what this layer of Transformers holds, or it holds nothing."""
     return type(layer) is LinearAttentionLayer or type(layer).__name__ == "DummyLayer"
 
 

@@ -1,4 +1,4 @@
-"""What compiled models leave to Python: allocation before a graph is recorded, and caches that grow."""
+"""Work that compiled models leave to Python: allocation before a graph is recorded, and caches that grow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..once import say_once
+from ..base.warn_once import say_once
 from .handle import dense_of
 from .layer import KVLayer
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hfkvq.kernels.arguments import AttentionArguments
 
+from ..layer_state.base import LayerBase
+from ..layer_state.gradient import refuse_gradient
 from ..store import MAX_STEP
-from .base import LayerBase
-from .gradient import refuse_gradient
 
 
 def attend(

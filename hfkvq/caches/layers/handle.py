@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_map
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import Side
 
+from ..layer_state.base import LayerBase
+from ..layer_state.gradient import refuse_gradient
 from ..store import MAX_STEP
-from .base import LayerBase
 from .forward import attend
-from .gradient import refuse_gradient
 
 # Reading these does not touch the data.
 _METADATA = {
@@ -113,7 +113,7 @@ class LazyKV(torch.Tensor):
 
     @property
     def tiles(self) -> int:
-        """How many times the heads come, one after another, and not each of them in a row."""
+        """Number of times that the heads come one after another, instead of each repeated in a row."""
         return self.repeats if self.form == "tiled" else 1
 
     def materialize(self) -> Tensor:
@@ -174,7 +174,7 @@ def dense_of(x: Any) -> Any:
 
 
 def _writes(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function would write to a handle."""
+    """True if a function would write to a handle."""
     name = getattr(func, "__name__", "")
     writes = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
     if (writes or kwargs.get("inplace") is True) and args and isinstance(args[0], LazyKV):
@@ -204,7 +204,7 @@ def layer_of(key: Any, value: Any) -> LayerBase | None:
     if not isinstance(key, LazyKV) or not isinstance(value, LazyKV):
         return None
     layer, edition = key._layer, key._edition
-    # Of the past, which raises, or of two layers.
+    # Stale handles raise below; or keys and values are of different layers.
     if (
         layer.edition != edition or value._layer is not layer or value._edition != edition
     ) and key.hfkvq_layer is not value.hfkvq_layer:
@@ -304,7 +304,7 @@ def _attend(
     # A query of one row per KV head group carries heads where tokens are expected (Transformers packs them so).
     packed = query.shape[1] == layer.heads and queries > 1 and layer.staged_length == 1
     if mask is None and (packed or (queries > 1 and not (is_causal and queries == columns))):
-        # Not the cache's own rule (newest queries, causal): say in full what PyTorch would do.
+        # The mask says in full what PyTorch would do; the cache's own rule (newest queries, causal) differs.
         mask = torch.ones(1, 1, queries, columns, dtype=torch.bool, device=query.device)
         mask = mask.tril() if is_causal and not packed else mask
     arguments = AttentionArguments(query.shape[-1] ** -0.5 if scale is None else scale, mask)

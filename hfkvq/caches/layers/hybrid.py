@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
-from ..scheme import Scheme
+from ..layer_state.padding import PaddingReader
+from ..schemes.base import Scheme
 from .layer import KVLayer
-from .padding import PaddingReader
-from .states import RecurrentLayer
+from .recurrent import RecurrentLayer
 
 
 class HybridLayer(KVLayer):
@@ -45,14 +45,14 @@ class HybridLayer(KVLayer):
 
     @property
     def parts(self) -> list[Any]:
-        """What changes together: the pages' layer, and the states'."""
+        """Parts that change together: the layer of pages and that of states."""
         return [self, self.states]
 
-    # What Transformers asks of a layer that has states.
+    # Transformers reads these of a layer that has states.
 
     @property
     def number_of_states(self) -> int:
-        """How many states of each kind there are."""
+        """Number of states of each kind."""
         return self.states.number_of_states
 
     @property
@@ -67,7 +67,7 @@ class HybridLayer(KVLayer):
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
-        """Whether a token came, by number of the state."""
+        """True if a token came, by number of the state."""
         return self.states.has_previous_state
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
@@ -80,7 +80,7 @@ class HybridLayer(KVLayer):
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether tokens can be taken back: from states of convolutions alone."""
+        """True if tokens can be taken back: from states of convolutions alone."""
         return self.states.is_croppable
 
     def activate_past_recording(self) -> None:

@@ -43,7 +43,7 @@ def _contradictions(layer: PagedLayer) -> Iterator[str]:
 
 
 def _is_elsewhere(layer: PagedLayer) -> bool:
-    """Whether there is a buffer, and a settled layer's tensors are not those in it."""
+    """True if there is a buffer, and a settled layer's tensors are not those in it."""
     state = None if layer.buffer is None else layer.buffer.state
     if state is None or layer.store is None or layer.staged is not None or layer.uncommitted:
         return False

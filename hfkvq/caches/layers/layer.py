@@ -9,13 +9,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hfkvq.kernels.pages import Side
 
-from ..recorded import is_captured, is_recorded
-from ..scheme import latent_layout
-from ..smoothing import of_keys
+from ..base.recorded import is_captured, is_recorded
+from ..layer_state.smoothing import of_keys
+from ..layer_state.update import check_update, is_allocated_for
+from ..schemes.base import latent_layout
 from ..store import KVStore
-from . import changes
+from . import transactions
 from .handle import LazyKV, handles
-from .incoming import check_update, is_allocated_for
 from .paged import PagedLayer
 
 
@@ -54,12 +54,12 @@ class KVLayer(PagedLayer, CacheLayerMixin):
 
     @property
     def is_sliding(self) -> bool:  # type: ignore[override]
-        """Whether queries see a window of the newest tokens; masks of such layers are made apart from the others'."""
+        """True if queries see a window of the newest tokens; masks of such layers are made apart from the others'."""
         return self.window > 0
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether `torch.compile` can take steps: at a fixed capacity, unless tokens may be taken back, or are padding.
+        """True if `torch.compile` can take steps: at a fixed capacity, unless tokens may be taken back, or are padding.
 
         Tokens may be taken back in assisted decoding; padding within rows needs masks. Steps over latents are captured.
         """
@@ -70,10 +70,10 @@ class KVLayer(PagedLayer, CacheLayerMixin):
 
     @property
     def parts(self) -> list[Any]:
-        """What changes together where lengths and rows do."""
+        """Parts that change together with lengths and rows."""
         return [self]
 
-    # What Transformers calls.
+    # Transformers calls these.
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates for tensors of this shape, dtype and device."""
@@ -192,19 +192,19 @@ class KVLayer(PagedLayer, CacheLayerMixin):
             ValueError: positive, no whole number, or more tokens than the layer has seen. Nothing is changed then.
             NotImplementedError: older tokens of a layer that has evicted some. Nothing is changed then.
         """
-        changes.crop(self.parts, tokens_to_remove)
+        transactions.crop(self.parts, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b becomes what row ``beam_idx[b]`` was."""
-        changes.reorder(self.parts, beam_idx)
+        transactions.reorder(self.parts, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times; the copies share the pages that are full."""
-        changes.repeat(self.parts, repeats)
+        transactions.repeat(self.parts, repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these rows only (indices or a boolean mask)."""
-        changes.select(self.parts, indices)
+        transactions.select(self.parts, indices)
 
     def reset(self) -> None:
         """Forgets everything, whatever has been before.

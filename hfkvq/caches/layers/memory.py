@@ -1,4 +1,4 @@
-"""What the layers of a cache hold, in bytes."""
+"""Bytes that the layers of a cache hold."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ..memory_report import MemoryReport
 from ..store import StoreBytes
 from ..store.accounting import token_shares
 from ..store.host import is_hosted
 from .layer import KVLayer
-from .states import RecurrentLayer, places_of
+from .memory_report import MemoryReport
+from .recurrent import RecurrentLayer, places_of
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -44,7 +44,7 @@ def memory_of(pieces: Sequence[Any], seen: int) -> MemoryReport:
     small = {id(tensor): tensor for layer in layers for tensor in layer.tensors()}
     buffers = [x for layer in layers if layer.buffer is not None for x in layer.buffer.memory()]
     ours = [*(x for store in stores for x in store.tensors()), *small.values(), *buffers]
-    # What steps need for themselves, statistics, and memory of which tensors show a part.
+    # Scratch of steps, statistics, and memory of which tensors show a part.
     parts += StoreBytes(tables=held_bytes(ours) - parts.total)
     states = [place.tensor for place in places_of([layer for layer in pieces if isinstance(layer, RecurrentLayer)])]
     stock = [layer for layer in pieces if not isinstance(layer, (KVLayer, RecurrentLayer))]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..smoothing import KeySmoothing
+from ..layer_state.smoothing import KeySmoothing
 from ..store.packing import Packed
 from .layer import KVLayer
 
@@ -16,7 +16,7 @@ Parts = Mapping[str, Tensor]
 
 
 def packed_layer(layer: KVLayer) -> Packed:
-    """What a settled layer holds; of an empty one nothing."""
+    """Contents of a settled layer; an empty one has none."""
     if layer.store is None:
         return {}, {}
     layer.settle()
@@ -55,7 +55,7 @@ def unpack_layer(layer: KVLayer, found: Mapping[str, Any], tensors: Parts, devic
     dtype = getattr(torch, found["dtype"])
     if dtype not in (torch.float32, torch.float16, torch.bfloat16) or min(rows, heads, *dims) < 1:
         raise ValueError(f"a layer of {found['dtype']} and shape {found['shape']}")
-    # Of no memory: nothing but their shapes is looked at.
+    # Meta tensors suffice: only shapes are read.
     keys, values = (torch.empty(1, 1, 1, 1, dtype=dtype, device=device).expand(rows, heads, 1, dim) for dim in dims)
     layer.lazy_initialization(keys, values)
     layer.held().unpack(found["store"], _below("store", tensors))

@@ -1,4 +1,4 @@
-"""What a layer is made of, and what attention functions call of it."""
+"""Layer of pages: its parts, and the verbs that attention functions call."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import START
 from hfkvq.kernels.pages import Side
 
-from ..eviction import TieredEviction
-from ..lasting import lasting
-from ..scheme import Scheme
+from ..base.inference_mode import lasting
+from ..eviction.evictor import Eviction
+from ..eviction.tier_evictor import TierEvictor
+from ..eviction.token_evictor import TokenEvictor
+from ..layer_state.base import LayerBase
+from ..layer_state.padding import PaddingReader
+from ..layer_state.query_statistics import QueryStatistics
+from ..layer_state.tags import TokenTags
+from ..layer_state.update import push_staged, store_tokens
+from ..schemes.base import Scheme
+from ..schemes.eviction import TieredEviction
+from ..steps.device_steps import DeviceSteps
+from ..steps.step_buffer import StepBuffer
 from ..store import MAX_STEP
-from .base import LayerBase
-from .buffer import StepBuffer
-from .eviction import Eviction
 from .forward import attend_in_pieces
-from .incoming import push_staged, store_tokens
-from .kept import TokenEvictor
-from .padding import PaddingReader
-from .queries import QueryStatistics
-from .steps import DeviceSteps
-from .tags import TokenTags
-from .tiers import TierEvictor
 
 
 def _evictor(layer: LayerBase) -> Eviction[Any]:
-    """What a scheme that evicts takes, by its kind."""
+    """Evictor for a scheme that evicts, by its kind."""
     return TierEvictor(layer) if isinstance(layer.scheme, TieredEviction) else TokenEvictor(layer)
 
 
@@ -72,7 +72,7 @@ class PagedLayer(LayerBase):
         self.buffer = StepBuffer(self, self.queries, self.eviction) if recordable else None
         self.steps = None if self.buffer is None else DeviceSteps(self, self.buffer, self.eviction)
 
-    # What attention functions call; see `hfkvq.caches.layers.forward`.
+    # Attention functions call these; see `hfkvq.caches.layers.forward`.
 
     def step(self, query: Tensor, arguments: AttentionArguments) -> Tensor | None:
         """Begins, attends and finishes at once, over the buffer: (B, Hq, Q, D) to (B, Hq, Q, Dv).
@@ -124,7 +124,7 @@ class PagedLayer(LayerBase):
             if self.buffer is not None and self.new_columns == query.shape[2]:
                 self.buffer.queries_per_head = query.shape[1] // self.heads
             self.eviction.note_queries(query, arguments)
-        # Once for the tokens of an update: with shared keys and values, later layers come here too.
+        # Tokens of an update are stored once: with shared keys and values, later layers come here too.
         if self.queries is not None and self.new_columns:
             keys = self.held().layout.keys
             waiting = keys.local + keys.unit + self.hold
@@ -152,7 +152,7 @@ class PagedLayer(LayerBase):
                 if commit:
                     eviction.judge_pending()
         finally:
-            # Nothing is left of a step, and what it has sealed the next one counts.
+            # The update is complete; the next step counts the tokens that this one has sealed.
             self.bind()
 
     def close(self) -> None:
@@ -230,7 +230,7 @@ class PagedLayer(LayerBase):
             buffer.queries, buffer.eviction = new.queries, new.eviction
             steps.buffer, steps.eviction = buffer, new.eviction
             new.buffer, new.steps = buffer, steps
-        # Last: with the group, the other layers are copied.
+        # The group comes last: it copies the other layers.
         if new.eviction is not None:
             new.eviction.group = copy.deepcopy(new.eviction.group, memo)
         if new.buffer is not None:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from hfkvq.kernels.pages import PageFormat
 
-from ..eviction import TieredEviction
-from ..evidence import Evidence, Kind
-from ..ranking import WHOLE, Attention, code_statistics, paper_statistics, token_scores
-from ..registry import Entry
-from ..scheme import Layout, SideLayout, knob
+from .base import Layout, SideLayout, knob
+from .eviction import TieredEviction
+from .ranking import WHOLE, Attention, code_statistics, paper_statistics, token_scores
+from .registry import Entry
+from .score_inputs import Evidence, Kind
 
 SEAL_UNIT = 16
 """Tokens that leave the tail together, for fewer seals; values do not depend on it, since these tokens stay whole."""
@@ -57,7 +57,7 @@ class Arkv(TieredEviction):
             every step computes scores, which takes about as long as attention.
         page_size: G, tokens per page.
         smooth_keys: whether key channels are centred and scaled before they are rounded, and queries scaled to match
-            (not in the paper): see `hfkvq.caches.smoothing`.
+            (not in the paper): see `hfkvq.caches.layer_state.smoothing`.
     """
 
     name = "arkv"

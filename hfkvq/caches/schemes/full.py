@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from hfkvq.kernels.pages import PageFormat
 
-from ..registry import Entry
-from ..scheme import Layout, Scheme, SideLayout, knob
+from .base import Layout, Scheme, SideLayout, knob
+from .registry import Entry
 
 
 @dataclass(frozen=True, kw_only=True)

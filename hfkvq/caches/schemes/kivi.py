@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import PageFormat
 
-from ..layout import rotation_block
-from ..registry import Entry
-from ..scheme import Layout, Scheme, SideLayout, knob
+from .base import Layout, Scheme, SideLayout, knob
+from .layout import rotation_block
+from .registry import Entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Kivi(Scheme):
             decoding stay the same.
         fit_values: the same for values.
         smooth_keys: whether key channels are centred and scaled before they are rotated, and queries scaled to match
-            (not in the paper): see `hfkvq.caches.smoothing`.
+            (not in the paper): see `hfkvq.caches.layer_state.smoothing`.
     """
 
     name = "kivi"

@@ -8,9 +8,9 @@ from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.norms import RULES, Balance
 from hfkvq.kernels.pages import Axis, PageFormat
 
-from ..layout import rotation_block
-from ..registry import Entry
-from ..scheme import Layout, Scheme, SideLayout, knob
+from .base import Layout, Scheme, SideLayout, knob
+from .layout import rotation_block
+from .registry import Entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class KVarN(Scheme):
             decoding stay the same.
         fit_values: the same for values.
         smooth_keys: whether key channels are centred and scaled before they are rotated, and queries scaled to match
-            (not in the paper): see `hfkvq.caches.smoothing`.
+            (not in the paper): see `hfkvq.caches.layer_state.smoothing`.
     """
 
     name = "kvarn"

@@ -8,8 +8,8 @@ from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.hadamard import largest_block
 from hfkvq.kernels.pages import PageFormat
 
-from ..registry import Entry
-from ..scheme import Layout, Scheme, SideLayout, knob
+from .base import Layout, Scheme, SideLayout, knob
+from .registry import Entry
 
 
 @dataclass(frozen=True, kw_only=True)

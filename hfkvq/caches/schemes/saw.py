@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import PageFormat
 
-from ..layout import rotation_block
-from ..registry import Entry
-from ..scheme import Layout, Scheme, SideLayout, knob
+from .base import Layout, Scheme, SideLayout, knob
+from .layout import rotation_block
+from .registry import Entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,8 @@ class SawInt4(Scheme):
             decoding stay the same.
         fit_values: the same for values.
         smooth_keys: whether key channels are centred and scaled before they are rotated and rounded, and queries scaled
-            to match (not in the paper): see `hfkvq.caches.smoothing`. Without it, models with biases on their keys
-            (Qwen2.5) answer at random.
+            to match (not in the paper): see `hfkvq.caches.layer_state.smoothing`. Without it, models with biases on
+            their keys (Qwen2.5) answer at random.
     """
 
     name = "saw-int4"

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..eviction import TokenEviction
-from ..evidence import Evidence, Kind
-from ..ranking import window_scores
-from ..registry import Entry
-from ..scheme import knob
+from .base import knob
+from .eviction import TokenEviction
+from .ranking import window_scores
+from .registry import Entry
+from .score_inputs import Evidence, Kind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..eviction import TokenEviction
-from ..evidence import Evidence
-from ..registry import Entry
-from ..scheme import knob
+from .base import knob
+from .eviction import TokenEviction
+from .registry import Entry
+from .score_inputs import Evidence
 
 
 @dataclass(frozen=True, kw_only=True)

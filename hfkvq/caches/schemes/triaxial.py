@@ -12,9 +12,9 @@ from torch import Tensor
 from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import PageFormat
 
-from ..registry import Entry
-from ..scheme import Layout, Scheme, SideLayout, knob
 from ..tags import TAGS, parse_tag, tag_axes
+from .base import Layout, Scheme, SideLayout, knob
+from .registry import Entry
 
 
 def _default() -> Iterator[tuple[str, int]]:
@@ -73,8 +73,8 @@ class TriAxial(Scheme):
             decoding stay the same.
         fit_values: the same for values.
         smooth_keys: whether key channels are centred and scaled before they are rounded, and queries scaled to match
-            (not in the paper): see `hfkvq.caches.smoothing`. Without it, models with biases on their keys (Qwen2.5)
-            answer at random.
+            (not in the paper): see `hfkvq.caches.layer_state.smoothing`. Without it, models with biases on their keys
+            (Qwen2.5) answer at random.
     """
 
     name = "triaxial"

@@ -69,7 +69,7 @@ def nbytes(state: StoreState) -> StoreBytes:
 
 
 class TokenShares(NamedTuple):
-    """What became of the tokens that a layer was given, over its rows and KV heads; the three add up to 1.
+    """Shares of a layer's tokens that are whole, quantized and evicted, over its rows and KV heads; they add up to 1.
 
     Attributes:
         original: share that is held whole, in pages of 16 bits, the sink or the tail.
@@ -92,7 +92,7 @@ def token_shares(state: StoreState) -> TokenShares:
         if fmt.bits < 16
     ]
     if state.format.window:
-        # Of what is in sight; its newest tokens are those that are not sealed.
+        # Only tokens inside the sliding window count; unsealed tokens are the newest.
         beyond = (state.counters[LENGTH] - state.format.window).clamp(min=0)
         rows = [rows[0] - beyond, rows[1], *((row - beyond).clamp(min=0) for row in rows[2:])]
     given, evicted, *sealed = torch.stack(rows).sum(1).tolist()

@@ -94,7 +94,7 @@ def take(view: RunView, fmt: PageFormat, side: Side, slots: Tensor) -> list[Tens
 
 
 def as_pages(parts: Sequence[Tensor], fmt: PageFormat, side: Side, blocks: int) -> list[Tensor]:
-    """What `take` gave, cut into ``blocks`` pages a row: (B * blocks, H, ...)."""
+    """Result of `take`, cut into ``blocks`` pages a row: (B * blocks, H, ...)."""
     out = []
     for name, part in zip(fmt.names, parts, strict=True):
         axis = _token_axis(name, fmt, side)

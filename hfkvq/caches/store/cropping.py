@@ -9,9 +9,9 @@ from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.products import table_pages
 
-from ..row_states import RowState
-from ..scheme import SideLayout
+from ..schemes.base import SideLayout
 from .growth import grow_tail
+from .row_lengths import RowState
 from .rows import part_pages
 from .state import SIDES, StoreState
 from .view import StoreView

@@ -12,8 +12,8 @@ from hfkvq.kernels.decode import ABSENT, column_positions
 from hfkvq.kernels.pages import Side, StoreFormat
 from hfkvq.kernels.step import MAX_STEP, StepState
 
-from ..lasting import lasting
-from ..scheme import Layout
+from ..base.inference_mode import lasting
+from ..schemes.base import Layout
 from .state import SIDES, StoreState, as_bytes, in_turn
 
 GROWTH = 1.25

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hfkvq.kernels.pages import RunView
 
-from ..lasting import lasting
+from ..base.inference_mode import lasting
 
 _MARK = "hfkvq_block"
 """Attribute of a storage that lies in the host's memory: its `_Block`, which it keeps."""
@@ -83,12 +83,12 @@ def empty(size: int, device: torch.device) -> Tensor:
 
 
 def is_hosted(x: Tensor) -> bool:
-    """Whether a tensor lies in memory from `empty`."""
+    """True if a tensor lies in memory from `empty`."""
     return hasattr(x.untyped_storage(), _MARK)
 
 
 def pinned(x: Tensor) -> Tensor:
-    """What `empty` has made, as a tensor of the host: u8 (size,)."""
+    """Memory from `empty`, as a tensor of the host: u8 (size,)."""
     return getattr(x.untyped_storage(), _MARK).bytes
 
 

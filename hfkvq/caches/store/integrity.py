@@ -8,15 +8,15 @@ import torch
 
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions
 
-from ..routing import read_counters
-from ..row_states import row_states
 from .accounting import nbytes
 from .host import is_hosted
+from .routing import read_counters
+from .row_lengths import row_states
 from .state import SIDES, StoreState, in_turn
 
 
 def contradictions(state: StoreState, columns: int) -> Iterator[str]:
-    """What is wrong with a store that was given so many logical columns, in words; asks the device.
+    """Faults of a store that was given so many logical columns, in words; asks the device.
 
     Args:
         state: of the store.
@@ -38,7 +38,7 @@ def contradictions(state: StoreState, columns: int) -> Iterator[str]:
     if known is not None and known != counters:
         yield f"counters are {counters}, and the host takes them to be {known}"
     if not state.format.ordered:
-        # What is not sealed in another run is in the last one, in the tail or in the sink.
+        # Tokens that no other run has sealed are in the last one, in the tail or in the sink.
         others = [sum(row) for row in zip(*counters[RUNS:-2:2], strict=True)] if len(state.runs) > 1 else []
         wide = max(
             length - min(state.sizes.sink, length) - held for length, held in zip(counters[LENGTH], others, strict=True)
@@ -64,7 +64,7 @@ def contradictions(state: StoreState, columns: int) -> Iterator[str]:
 
 
 def _stand_once(state: StoreState, at: int) -> bool:
-    """Whether each token of a row stands in one column of `sink | runs | tail`."""
+    """True if each token of a row stands in one column of `sink | runs | tail`."""
     length = state.windows[2 + at].shape[2]
     where = column_positions(state.format, state.counters, state.runs, length, SIDES[at]).sort(1).values
     is_there = where > ABSENT

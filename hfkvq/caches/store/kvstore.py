@@ -1,4 +1,4 @@
-"""What one layer holds: `sink | runs of pages | tail`, keys beside values, in place and with counters on the device.
+"""Store of one layer: `sink | runs of pages | tail`, keys beside values, in place and with counters on the device.
 
 Invariants, each with a test:
 
@@ -34,12 +34,12 @@ from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.step import StepState
 
-from ..lasting import lasting
-from ..routing import ColumnTags, HostCounters, SealSource, SealStart
-from ..row_states import RowState
+from ..base.inference_mode import lasting
 from .cropping import cropped
 from .growth import grow_tail, in_buffer, tail_limits
 from .packing import Packed, packed, unpacked
+from .routing import ColumnTags, HostCounters, SealSource, SealStart
+from .row_lengths import RowState
 from .rows import reordered, selected
 from .sealing import seal
 from .state import EMPTY, SIDES, StoreState
@@ -82,7 +82,7 @@ class KVStore(StoreView):
         self.counters[LENGTH].add_(tokens - padding.lead)
 
     def pack(self) -> Packed:
-        """What the store holds, for a file: see `packing.packed`."""
+        """Contents for a file: see `packing.packed`."""
         return packed(self.state)
 
     def unpack(self, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens a requantization forgets and moves, and where they stand then: masks and counts, no bytes yet."""
+"""Plan of a requantization: tokens that it forgets and moves, and their new places; masks and counts, no bytes yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hfkvq.kernels.decode import ABSENT, LENGTH, run_count
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.windows import tokens_due_by_row
 
-from ..scheme import Layout
+from ..schemes.base import Layout
 from .columns import positions, run_columns
 from .state import SIDES, StoreState
 
@@ -48,7 +48,7 @@ class Moves(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What becomes of each token of a row. Entries are columns where there are several runs, else the row's tokens.
+    """Fate of each token of a row. Entries are columns where there are several runs, else the row's tokens.
 
     Attributes:
         where: i32 (B, n), row position of each entry, `ABSENT` where there is no token.
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
 
 
 def planned(state: StoreState, target: Tensor, where: Tensor | None) -> Plan:
-    """Which tokens are left, and their positions."""
+    """Tokens that are left, and their positions."""
     sink, length, device = state.sizes.sink, state.counters[LENGTH], state.device
     entry = torch.arange(target.shape[1], dtype=torch.int32, device=device)[None]
     if state.format.ordered:
@@ -109,7 +109,7 @@ def planned(state: StoreState, target: Tensor, where: Tensor | None) -> Plan:
 
 
 def moves_of_one_run(state: StoreState, plan: Plan, layout: Layout, hold: int) -> dict[Side, list[Moves]]:
-    """Of one run: what is sealed by tokens stays so, and whole pages are sealed as if all tokens had just come."""
+    """Plan of a store with one run: tokens sealed one by one stay so, whole pages are sealed as if all came now."""
     first, size = run_columns(state)[0]
     behind, found = plan.to - state.sizes.sink, {}
     for side, own, fmt in zip(SIDES, (layout.keys, layout.values), state.format.runs[0], strict=True):
@@ -124,7 +124,7 @@ def moves_of_one_run(state: StoreState, plan: Plan, layout: Layout, hold: int) -
 
 
 def moves_by_target(state: StoreState, plan: Plan, target: Tensor) -> list[Moves]:
-    """Of several runs: as the targets say, but that tokens which fill no page go to the next wider run."""
+    """Plan of a store with several runs: as the targets say, but tokens that fill no page go to the next wider run."""
     found, spilled = [], torch.zeros_like(plan.free)
     for i, ((first, size), pair) in enumerate(zip(run_columns(state)[:-1], state.format.runs, strict=True)):
         own = torch.zeros_like(plan.free)

@@ -15,9 +15,9 @@ from torch import Tensor
 from hfkvq.kernels.decode import LENGTH, RUNS
 from hfkvq.kernels.pages import PageFormat, RunView, Side, StoreFormat
 
-from ..lasting import lasting
-from ..routing import read_counters
-from ..row_states import RowState
+from ..base.inference_mode import lasting
+from .routing import read_counters
+from .row_lengths import RowState
 from .state import SIDES, StoreState, as_bytes, own_table
 
 Packed = tuple[dict[str, Any], dict[str, Tensor]]
@@ -126,7 +126,7 @@ def unpacked(empty: StoreState, numbers: Mapping[str, Any], tensors: Mapping[str
             raise ValueError(f"run{r} has {count} pages for {empty.batch} rows")
         blocks = count // empty.batch
         if empty.format.ring:
-            # As `packed` counts: the states of rows may be those of rows that were left out since.
+            # Rows are counted as `packed` does: states may be of rows that were left out since.
             blocks = -(-int(counters[RUNS + 2 * r : RUNS + 2 * r + 2].max()) // formats[0].page_size)
             if count != empty.batch * empty.format.pages(blocks):
                 raise ValueError(f"run{r} has {count} pages, and its rows fill {blocks} blocks each")

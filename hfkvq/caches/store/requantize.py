@@ -28,12 +28,12 @@ from torch.nn.functional import pad
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START
 from hfkvq.kernels.pages import PageFormat, RunView, Side
 
-from ..lasting import lasting
-from ..row_states import RowState
-from ..scheme import Layout, Scheme
+from ..base.inference_mode import lasting
+from ..schemes.base import Layout, Scheme
 from .columns import as_pages, gather, positions, run_columns, take
 from .growth import grow
 from .moves import EVICT, LAST, STAY, Moves, Plan, moves_by_target, moves_of_one_run, planned
+from .row_lengths import RowState
 from .sealing import write_pages
 from .state import SIDES, StoreState
 from .view import StoreView
@@ -131,7 +131,7 @@ def _apply(store: StoreView, target: Tensor, where: Tensor | None, hold: int = 0
 
 
 class Requantized(NamedTuple):
-    """What a requantization has made.
+    """Result of a requantization.
 
     Attributes:
         state: what the store holds now.
@@ -218,7 +218,7 @@ def requantized(
             windows[2 + at] = _tail(state, plan, side, moves[side], need)
         changes |= {"windows": windows, "dropped": state.dropped + plan.gone}
     done = state.replace(
-        # Of the last run.
+        # Room of the last run.
         None if form.ordered else max(held[-1]),
         host_counters=None,
         settled=max(state.settled, *last),
@@ -269,7 +269,7 @@ def _rebuilt(
     for side, fmt, (moves, most_kept, most_new, total) in zip(SIDES, pair, own, strict=True):
         columns = plan.columns[side]
         if moves is not done:
-            # Once, where keys and values move alike.
+            # Keys and values that move alike are sorted once.
             done, (old, some, order) = moves, moves.order(most_kept, most_new, plan.coming)
             order = order[:, :total]
         fresh = some

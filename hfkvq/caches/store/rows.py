@@ -11,8 +11,8 @@ from torch import Tensor
 from hfkvq.kernels.decode import run_count
 from hfkvq.kernels.pages import RunView
 
-from ..lasting import lasting
-from ..scheme import Layout
+from ..base.inference_mode import lasting
+from ..schemes.base import Layout
 from .growth import enlarge, pages_for
 from .state import PageWrite, StoreState, as_bytes, in_turn, own_table
 

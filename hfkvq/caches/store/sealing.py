@@ -11,9 +11,9 @@ from hfkvq import kernels
 from hfkvq.kernels.decode import LENGTH, RUNS, run_count
 from hfkvq.kernels.pages import PageFormat, Side
 
-from ..routing import ColumnTags, HostCounters, Route, SealSource, SealStart, route_by_width, sealed_to_last_run
-from ..scheme import Layout, Scheme
+from ..schemes.base import Layout, Scheme
 from .growth import grow, pages_for
+from .routing import ColumnTags, HostCounters, Route, SealSource, SealStart, route_by_width, sealed_to_last_run
 from .state import SIDES
 from .view import StoreView
 

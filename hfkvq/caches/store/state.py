@@ -13,11 +13,11 @@ from torch import Tensor
 from hfkvq.kernels.decode import RUNS
 from hfkvq.kernels.pages import PageFormat, RunView, Side, StoreFormat
 
-from ..lasting import lasting
-from ..routing import Counters, HostCounters
-from ..row_states import RowState, WindowSizes, forecast
-from ..scheme import Layout
+from ..base.inference_mode import lasting
+from ..schemes.base import Layout
 from .host import check_device, hosted
+from .routing import Counters, HostCounters
+from .row_lengths import RowState, WindowSizes, forecast
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
@@ -53,7 +53,7 @@ class PageWrite(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StoreState:
-    """What a store holds. Steps and seals write into the tensors; all else goes by `replace`.
+    """Contents of a store. Steps and seals write into the tensors; all else goes by `replace`.
 
     Attributes:
         format: the store's.
@@ -153,7 +153,7 @@ class StoreState:
             longest = max(state.length for state in states)
             changes["wide_bound"] = widest + max(forecast(states, self.sizes).tail_slots), longest
             changes.setdefault("host_counters", None)
-        # Not that of `dataclasses`, which takes several times as long: steps without graphs come by.
+        # `dataclasses.replace` takes several times as long, which steps without graphs feel.
         new = object.__new__(StoreState)
         new.__dict__.update(self.__dict__)
         new.__dict__.update(changes)
@@ -199,7 +199,7 @@ class StoreState:
 
     @property
     def device(self) -> torch.device:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return self.counters.device
 
     @property

@@ -1,4 +1,4 @@
-"""What can be asked of a store: its tensors, what the host knows of its rows, dense tensors, bytes and bits."""
+"""Read side of a store: its tensors, the host's knowledge of its rows, dense tensors, bytes and bits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hfkvq.kernels.decode import LENGTH
 from hfkvq.kernels.pages import RunView, Side
 from hfkvq.kernels.step import MAX_STEP
 
-from ..row_states import Forecast, RowState, WindowSizes, forecast
-from ..scheme import Layout, Scheme
+from ..schemes.base import Layout, Scheme
 from . import accounting
 from .accounting import PayloadBits, StoreBytes
 from .growth import GROWTH, grow, grow_tail, pages_for, tail_limits
+from .row_lengths import Forecast, RowState, WindowSizes, forecast
 from .state import SIDES, StoreState
 
 
@@ -74,7 +74,7 @@ class StoreView:
 
     @property
     def device(self) -> torch.device:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return self.state.counters.device
 
     @property
@@ -99,7 +99,7 @@ class StoreView:
 
     @property
     def states(self) -> frozenset[RowState]:
-        """What rows may be like, as the host knows them."""
+        """States that rows may be in, as the host knows them."""
         return self.state.states
 
     def flat_runs(self) -> list[Tensor]:
@@ -121,20 +121,20 @@ class StoreView:
         return self.state.counters[LENGTH]
 
     def forecast(self, tokens: int = 0, hold: int = 0) -> Forecast:
-        """What becomes of the rows with ``tokens`` more; see `hfkvq.caches.row_states.forecast`."""
+        """What becomes of the rows with ``tokens`` more; see `hfkvq.caches.store.row_lengths.forecast`."""
         return forecast(self.state.states, self.sizes, tokens, hold)
 
     def fits(self, tokens: int) -> bool:
-        """Whether ``tokens`` more can join the tail before anything is sealed."""
+        """True if ``tokens`` more can join the tail before anything is sealed."""
         return self.has_room(tokens, self.forecast(tokens).tail_slots)
 
     def has_room(self, tokens: int, needs: tuple[int, int]) -> bool:
-        """Whether so many new tokens are a step, and tails may grow to the slots that are needed then."""
+        """True if so many new tokens are a step, and tails may grow to the slots that are needed then."""
         limit = self.tail_limit
         return tokens <= MAX_STEP and needs[0] <= limit["keys"] and needs[1] <= limit["values"]
 
     def is_due(self, hold: int = 0) -> bool:
-        """Whether some row has something to seal now."""
+        """True if some row has something to seal now."""
         return any(self.forecast(hold=hold).due)
 
     def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:

@@ -100,7 +100,7 @@ def append_kernel(
 
 
 def is_misrounded(x: Tensor, tail: Tensor, rotate: int) -> bool:
-    """Whether the interpreter would truncate where bf16 should be rounded."""
+    """True if the interpreter would truncate where bf16 should be rounded."""
     rounds = bool(rotate) or x.dtype != tail.dtype
     return rounds and not x.is_cuda and torch.bfloat16 in (x.dtype, tail.dtype)
 

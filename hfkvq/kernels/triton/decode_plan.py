@@ -15,15 +15,7 @@ from ..pages import PageFormat, StoreFormat
 from ._lib import capability, cdiv, multiprocessors, power, shared_memory
 from .attend import decode_kernel
 from .configs import Knobs, key_of, lookup
-from .decode_formats import (
-    DTYPES,
-    is_served,
-    loose_room,
-    most_behind,
-    pair_format,
-    split_counts,
-    takes_digits,
-)
+from .decode_formats import DTYPES, is_served, loose_room, most_behind, pair_format, split_counts, takes_digits
 from .launch import Launch, Nest
 from .merge import SPLITS, MaskKind, merge_launch
 from .pair_format import KEY_TENSORS, VALUE_TENSORS, PairFormat

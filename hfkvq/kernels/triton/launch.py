@@ -142,7 +142,7 @@ def _alignment(addresses: Sequence[int]) -> tuple[bool, ...]:
 
 
 def is_watched() -> bool:
-    """Whether somebody, a profiler for example, wants to be told of launches."""
+    """True if somebody, a profiler for example, wants to be told of launches."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     if type(enter) is type(leave) is _CHAIN:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hfkvq.caches.registry import entry_of, listed
-from hfkvq.caches.scheme import Layout, Scheme, SideLayout, get_scheme, list_schemes, nearest
+from hfkvq.caches.schemes.base import Layout, Scheme, SideLayout, get_scheme, list_schemes, nearest
+from hfkvq.caches.schemes.registry import entry_of, listed
 from hfkvq.caches.store import MAX_STEP, SIDES, KVStore
 from hfkvq.kernels.decode import LENGTH, run_count, sealed_count
 from hfkvq.kernels.pages import PageFormat
@@ -76,7 +76,7 @@ class Shape:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether there are more queries than a step has, so that pages are dequantized for them."""
+        """True if there are more queries than a step has, so that pages are dequantized for them."""
         return self.queries > MAX_STEP
 
     @property

@@ -198,7 +198,7 @@ def measure_shape(
 
 
 def unquantized(row: Row) -> bool:
-    """Whether formats are compared with a line: a baseline, or another package's kernel over 16-bit keys and values."""
+    """True if formats are compared with a line: a baseline, or another package's kernel over 16-bit keys and values."""
     return row["kind"] == "baseline" or (row["kind"] == "peer" and not row["quantized"])
 
 

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.make import make_cache as make
-from hfkvq.caches.scheme import Scheme
+from hfkvq.caches.schemes.base import Scheme
 
 from ..records import clock
 from .prompts import Batch, Subject

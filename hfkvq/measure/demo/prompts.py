@@ -166,7 +166,7 @@ def prompt_text(subject: Subject, example: Example) -> str:
 
 
 def is_right(subject: Subject, example: Example, text: str) -> bool:
-    """Whether generated text answers the question.
+    """True if generated text answers the question.
 
     The reference model must give the exact answer. Others may wrap a number in a sentence: the last number counts. A
     plain text need only go on with the answer.

@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from hfkvq.caches.attention import NAME
+from hfkvq.caches.attention.dense import WITHOUT_CUDNN
+from hfkvq.caches.attention.interface import NAME
 from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.compile import compile_ahead
-from hfkvq.caches.dense import WITHOUT_CUDNN
 from hfkvq.caches.make import make_cache
-from hfkvq.caches.preset import Preset, get_preset
-from hfkvq.caches.scheme import Scheme
+from hfkvq.caches.schemes.base import Scheme
+from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.kernels.step import MAX_STEP
 from hfkvq.measure.demo.answers import read_memory
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from hfkvq.caches.preset import Preset
+from hfkvq.caches.schemes.preset import Preset
 
 from ..models import load_model
 from ..records import device_name

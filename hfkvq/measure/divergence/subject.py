@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfkvq.caches.cache import MixedKVCache
-from hfkvq.caches.preset import Preset
+from hfkvq.caches.schemes.preset import Preset
 from hfkvq.caches.tags import Tagger
 from hfkvq.measure.models import Source, find_model, load_tokenizer, read_config
 

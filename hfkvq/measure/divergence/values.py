@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hfkvq.caches.preset import Preset
+from hfkvq.caches.schemes.preset import Preset
 
 from .naming import OtherCache
 

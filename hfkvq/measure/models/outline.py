@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from hfkvq.bounded import load_json
+from hfkvq.caches.base.model_config import windows_of
 from hfkvq.caches.layers.build import is_held_in_pages
-from hfkvq.caches.model_config import windows_of
 
 _PROBE = 4
 _DTYPE = torch.bfloat16

@@ -72,7 +72,7 @@ _MAKERS = {"passkey": passkey, "needle": needle, "copy": copy}
 
 
 def is_plain(task: str) -> bool:
-    """Whether a task, by its name with its size, is one of `PLAIN_TASKS`."""
+    """True if a task, by its name with its size, is one of `PLAIN_TASKS`."""
     return task.partition("-")[0] in PLAIN_TASKS
 
 

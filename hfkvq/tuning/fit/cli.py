@@ -93,7 +93,7 @@ def fit(
 def _table(about: dict[str, Any], plans: list[Plan], weights: Weights) -> Table:
     from rich.markup import escape
 
-    from hfkvq.caches.memory_report import format_bytes
+    from hfkvq.caches.layers.memory_report import format_bytes
     from hfkvq.measure.tables import new_table
 
     title = (
@@ -120,8 +120,8 @@ def _table(about: dict[str, Any], plans: list[Plan], weights: Weights) -> Table:
 
 
 def _notes(done: Computed, plans: list[Plan]) -> list[str]:
-    from hfkvq.caches.memory_report import format_bytes
-    from hfkvq.caches.scheme import get_scheme, list_schemes
+    from hfkvq.caches.layers.memory_report import format_bytes
+    from hfkvq.caches.schemes.base import get_scheme, list_schemes
 
     from .weights import PEAK, peak
 

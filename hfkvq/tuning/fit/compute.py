@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from hfkvq.caches.memory_report import format_bytes
-from hfkvq.caches.model_config import latent_dims, text_config
-from hfkvq.caches.preset import Preset, get_preset
-from hfkvq.caches.registry import listed
-from hfkvq.caches.scheme import latent_layout
+from hfkvq.caches.base.model_config import latent_dims, text_config
+from hfkvq.caches.layers.memory_report import format_bytes
+from hfkvq.caches.schemes.base import latent_layout
+from hfkvq.caches.schemes.preset import Preset, get_preset
+from hfkvq.caches.schemes.registry import listed
 from hfkvq.measure.models import find_model, read_config
 from hfkvq.measure.models.outline import Outline, checkpoint_bytes, outline
 from hfkvq.measure.presets import widest_first

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfkvq.caches.eviction import TieredEviction, TokenEviction
+from hfkvq.caches.layer_state.query_statistics import QueryStatistics
+from hfkvq.caches.layer_state.token_record import TokenRecord
 from hfkvq.caches.layers import KVLayer, PaddingReader
-from hfkvq.caches.layers.buffer import room_ahead
-from hfkvq.caches.layers.plan import make_plan
-from hfkvq.caches.layers.queries import QueryStatistics
-from hfkvq.caches.scheme import UNTAGGED, Scheme
+from hfkvq.caches.schemes.base import UNTAGGED, Scheme
+from hfkvq.caches.schemes.eviction import TieredEviction, TokenEviction
+from hfkvq.caches.steps.buffer_plan import make_plan
+from hfkvq.caches.steps.step_buffer import room_ahead
 from hfkvq.caches.store import MAX_STEP, SIDES, KVStore
-from hfkvq.caches.token_record import TokenRecord
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.step import buffer_bytes
 
@@ -209,7 +209,7 @@ class _Kind:
 
 
 def _is_widest(layer: KVLayer) -> bool:
-    """Whether a layer's buffer has as many pages as it will have however many tokens come."""
+    """True if a layer's buffer has as many pages as it will have however many tokens come."""
     if layer.buffer is None or layer.buffer.plan is None:
         return True
     widest = make_plan(layer, 1 << 30, None, layer.eviction, 1)

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from hfkvq.caches.base.model_config import queries_per_head
 from hfkvq.caches.cache import MixedKVCache
-from hfkvq.caches.eviction import TokenEviction
-from hfkvq.caches.graphs import wanted
-from hfkvq.caches.model_config import queries_per_head
-from hfkvq.caches.preset import Preset, get_preset
-from hfkvq.caches.scheme import Scheme
-from hfkvq.caches.token_record import room_for_columns
-from hfkvq.caches.window import in_window
+from hfkvq.caches.graphs.step_graphs import wanted
+from hfkvq.caches.layer_state.token_record import room_for_columns
+from hfkvq.caches.schemes.base import Scheme
+from hfkvq.caches.schemes.eviction import TokenEviction
+from hfkvq.caches.schemes.preset import Preset, get_preset
+from hfkvq.caches.schemes.sliding_window import in_window
 from hfkvq.measure.models.outline import Outline, outline
 from hfkvq.sizes import parse_size
 
@@ -126,7 +126,7 @@ def _places(schemes: Sequence[Scheme], context: int) -> list[tuple[int, int]]:
 
 
 def _kind_of_steps(model: Outline, preset: Preset) -> tuple[bool, bool]:
-    """Whether steps of such a cache have buffers, and whether they are captured on a GPU, by the cache's own rule."""
+    """True if steps of such a cache have buffers, and whether they are captured on a GPU, by the cache's own rule."""
     if not any(layer.compressed or layer.window for layer in model.layers):
         return False, False
     if preset not in model.captured:
@@ -137,7 +137,7 @@ def _kind_of_steps(model: Outline, preset: Preset) -> tuple[bool, bool]:
 
 
 def _record_bytes(come: Arrival) -> int:
-    """Ids and tags of a row, see `hfkvq.caches.token_record`."""
+    """Ids and tags of a row, see `hfkvq.caches.layer_state.token_record`."""
     room = 0
     for end in (*come.ends(), *range(come.prompt + 1, come.prompt + come.generated + 1)):
         room = room_for_columns(room, end)

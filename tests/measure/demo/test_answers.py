@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hfkvq import get_scheme, list_schemes
 from hfkvq.caches.cache import DEFAULT_SCHEME
-from hfkvq.caches.eviction import EvictionScheme
+from hfkvq.caches.schemes.eviction import EvictionScheme
 from hfkvq.measure.demo import Settings, choose_schemes, run_demo
 from hfkvq.measure.demo.answers import answer, answer_lengths, kl_divergence, make_cache, predictions, read_memory
 from hfkvq.measure.demo.prompts import Subject, full_name, is_right, load, make_batches

@@ -1,0 +1,1 @@
+"""Attention functions that Transformers finds under the name "hfkvq"."""

@@ -1,0 +1,216 @@
+"""The attention and mask functions that Transformers finds under the name "hfkvq"."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+from transformers.modeling_utils import AttentionInterface
+
+from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.kernels.masks import step_mask
+
+from ..base.config_switch import NAME
+from ..base.model_config import TOUCHES_KEYS
+from ..base.recorded import is_captured, is_recorded
+from ..layer_state.smoothing import note_queries
+from ..layers.forward import attend
+from ..layers.handle import layer_of
+from ..steps.device_steps import StepKV
+from ..store import MAX_STEP
+from .dense import WITHOUT_CUDNN, attend_layer, dense_attention, is_plain
+from .mla import absorbed, expanded, valued
+from .recorded_op import recorded_attention
+
+
+def hfkvq_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attends to the pages behind handles; to plain tensors as the model would without us.
+
+    Args:
+        module: the attention module.
+        query: (B, Hq, Q, D), after RoPE.
+        key: handle or tensor (B, H, T, D); a handle of latents (B, 1, T, R), see `hfkvq.caches.attention.mla`.
+        value: handle or tensor (B, H, T, Dv); of latents, handle of their rotary parts.
+        attention_mask: what `hfkvq_mask` returned, or the user's own 4D mask.
+        dropout: for plain tensors.
+        scaling: factor on the logits; 1/sqrt(D) if None.
+        **kwargs: ``softcap``, ``s_aux`` or ``sinks``, ``position_bias`` are honoured.
+
+    Returns:
+        (B, Q, Hq, Dv) and None.
+    """
+    scaling = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+    arguments = AttentionArguments(
+        scaling,
+        attention_mask,
+        kwargs.get("softcap") or 0.0,
+        sinks,
+        kwargs.get("position_bias"),
+        _causal(module, kwargs),
+    )
+    layer: Any = key.steps.layer if isinstance(key, StepKV) else layer_of(key, value)
+    if layer is None:
+        note_queries(module, query, key.shape[1], bool(arguments.softcap) or sinks is not None)
+        return dense_attention(module, query, key, value, arguments, dropout, **kwargs)
+    latents, tiles = layer.latents, key.tiles  # type: ignore[attr-defined]
+    asked = absorbed(module, query) if latents and query.shape[2] <= MAX_STEP else _in_rows(query, tiles)
+    after = partial(valued, module) if latents else partial(_in_tiles, tiles=tiles)
+
+    def dense() -> Tensor:
+        if tiles == 1 and is_plain(arguments, layer.columns, dropout, kwargs):
+            found = attend_layer(layer, query, arguments)
+            if found is not None:
+                return found
+        keys, values = key.materialize(), value.materialize()  # type: ignore[attr-defined]
+        if latents:
+            keys, values = expanded(module, keys, values)
+        with WITHOUT_CUDNN if query.shape[2] <= MAX_STEP else contextlib.nullcontext():
+            found, _ = dense_attention(module, query, keys, values, arguments, dropout, **kwargs)
+        return found.transpose(1, 2)
+
+    if isinstance(key, StepKV):
+        out = after(recorded_attention(key, asked, arguments))
+    else:
+        out = attend(layer, asked, arguments.explicit(query, key.shape[2]), dense, attention_mask, after)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _in_rows(query: Tensor, tiles: int) -> Tensor:
+    """Queries (B, Hq, Q, D) of heads that come ``tiles`` times one after another, those of each KV head in a row."""
+    return query if tiles == 1 else query.unflatten(1, (tiles, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def _in_tiles(x: Tensor, tiles: int) -> Tensor:
+    """The inverse, of what attention gives."""
+    return x if tiles == 1 else x.unflatten(1, (-1, tiles)).transpose(1, 2).flatten(1, 2)
+
+
+def _causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """What no mask means, as stock sdpa reads it."""
+    asked = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if asked is None else asked)
+
+
+def hfkvq_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of sdpa, with four changes.
+
+    A plain causal decode step, also of a window, gets the 2D padding mask, copied once for all layers: stock code asks
+    the device whether it is all ones, a synchronization in every step. And None always means causal, aligned to the
+    newest token: a plain prompt behind a cache, of which nothing is padding, gets it in place of a mask of its tokens
+    times all columns, and other queries on a longer cache do not. A plain step of a cache of fixed capacity gets None.
+    """
+    if isinstance(q_offset, Tensor) and q_offset.dim() == 1:
+        # Ours, of fixed capacity. Leading padding is not stored, so plain steps, which must look alike, need no mask.
+        plain = _is_plain(mask_function)
+        if plain and q_length == 1 and attention_mask is not None and is_captured():
+            # A step that is being captured is shown a mask only where it hides more than leading padding.
+            return attention_mask[:, None, None, kv_offset : kv_offset + kv_length]
+        if plain and (q_length == 1 or (attention_mask is None and is_recorded())):
+            return None
+        if not is_recorded() and q_length > 1:
+            q_offset = kv_offset + kv_length - q_length
+    elif q_length == 1 and _sees_all(mask_function, kv_length, kv_offset, q_offset, kwargs.get("local_size")):
+        if attention_mask is None:
+            return None
+        columns = attention_mask[:, kv_offset : kv_offset + kv_length]
+        if columns.shape[1] == kv_length:
+            return columns[:, None, None, :] if torch.compiler.is_compiling() else step_mask(columns)
+    if q_length > 1 and kv_length != q_length:
+        plain = allow_is_causal_skip and not _needs_masks(kwargs.get("config"))
+        plain = plain and mask_function is causal_mask_function
+        if plain and _is_newest(q_length, kv_length, q_offset, kv_offset):
+            columns = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
+            # Asked once a forward, as stock code asks of a first prompt.
+            if columns is None or (columns.shape[1] == kv_length and bool(columns.all())):
+                return None
+        allow_is_causal_skip = False
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,  # type: ignore[arg-type]
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        **kwargs,
+    )
+
+
+def _needs_masks(config: Any) -> bool:
+    """True if none is not causal, or is not taken: PaliGemma's modules are not causal, and Doge adds to its masks.
+
+    Models that add to theirs say so (``allow_is_causal_skip``), but Doge with newer releases only.
+    """
+    bidirectional = getattr(config, "use_bidirectional_attention", False)
+    return bool(bidirectional) or getattr(config, "model_type", None) in TOUCHES_KEYS
+
+
+def _is_newest(q_length: int, kv_length: int, q_offset: Any, kv_offset: int) -> bool:
+    """True if these are a prompt's queries, and the newest columns theirs; of a step nobody asks the device."""
+    if is_recorded() or isinstance(q_offset, Tensor) or q_length <= MAX_STEP:
+        return False
+    return q_offset + q_length == kv_offset + kv_length
+
+
+_WINDOW = sliding_window_causal_mask_function(1)
+
+
+def _codes(mask_function: Any) -> list[Any]:
+    """What a mask function is made of: the code of it, and of the functions that it joins."""
+    cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
+    joined = next((each for each in cells if isinstance(each, tuple)), ())
+    return [getattr(each, "__code__", each) for each in (mask_function, *joined)]
+
+
+def _is_plain(mask_function: Any) -> bool:
+    """True if a mask is causal, or that of a window, and nothing else; layers of ours know their windows."""
+    if mask_function is causal_mask_function:
+        return True
+    # Compilers do not follow closures; what they trace gets a mask.
+    return not torch.compiler.is_compiling() and _codes(mask_function) == _codes(_WINDOW)
+
+
+def _sees_all(mask_function: Any, kv_length: int, kv_offset: int, q_offset: Any, window: int | None) -> bool:
+    """True if the one query sees all columns but padding."""
+    if isinstance(q_offset, Tensor):
+        return False
+    if mask_function is causal_mask_function:
+        return True
+    fits = window is not None and kv_length <= window and kv_offset + kv_length == q_offset + 1
+    return fits and _is_plain(mask_function)
+
+
+def register() -> None:
+    """Adds one key to each of Transformers' two tables; changes no other."""
+    AttentionInterface.register(NAME, hfkvq_attention)
+    AttentionMaskInterface.register(NAME, hfkvq_mask)

@@ -1,0 +1,92 @@
+"""Latent attention: models hand latents to the cache, and a step attends to them as they are.
+
+Of the 17 classes of Transformers with latent attention each expands what the cache returns by its ``expand_kv``. Here
+that is replaced, by instance, and passes handles on; the attention function then absorbs the matrices of keys into a
+step's queries, and those of values into what comes out. Prompts are expanded as the model does it, a layer at a time.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.config_switch import NAME, at_restore
+from ..base.warn_once import say_once
+from ..layers.handle import LazyKV
+from ..steps.device_steps import StepKV
+
+
+def expand_kv(module: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
+    """Replacement of a module's own expansion of latents: handles go on to the attention function."""
+    handed = isinstance(kv_nope, StepKV) or (isinstance(kv_nope, LazyKV) and kv_nope.hfkvq_layer.latents)
+    if handed and module.config._attn_implementation_internal == NAME:
+        return kv_nope, k_rot
+    return type(module).expand_kv(module, kv_nope, k_rot)
+
+
+def pass_over(model: torch.nn.Module, config: Any) -> None:
+    """Lets a model's modules pass handles on, until the switched config is given its old attention back."""
+    for module in model.modules():
+        if hasattr(type(module), "expand_kv"):
+            vars(module)["expand_kv"] = types.MethodType(expand_kv, module)
+    at_restore(config, id(model), _Undo(model))
+
+
+class _Undo:
+    """Gives a model's modules the expansion of their class back."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self) -> None:
+        model = self._model()
+        for module in () if model is None else model.modules():
+            vars(module).pop("expand_kv", None)
+
+
+def expanded(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys (B, Hq, T, D) and values (B, Hq, T, Dv) that a module makes of dense latents (B, 1, T, R), as it does it."""
+    return type(module).expand_kv(module, latents, rotary)
+
+
+def absorbed(module: Any, query: Tensor) -> Tensor:
+    """Queries (B, Hq, Q, D) as they ask latents: (B, Hq, Q, R + rope), what is left of them behind."""
+    size, (batch, heads, queries, _) = module.qk_nope_head_dim, query.shape
+    keys = _matrices(module, query)[:, :size]
+    own = query[..., :size].transpose(0, 1).reshape(heads, batch * queries, size)
+    asked = torch.bmm(own, keys).view(heads, batch, queries, -1).transpose(0, 1)
+    return torch.cat([asked, query[..., size:]], -1)
+
+
+def valued(module: Any, means: Tensor) -> Tensor:
+    """Outputs (B, Hq, Q, Dv) of means of latents (B, Hq, Q, R)."""
+    batch, heads, queries, rank = means.shape
+    values = _matrices(module, means)[:, module.qk_nope_head_dim :]
+    own = means.transpose(0, 1).reshape(heads, batch * queries, rank)
+    found = torch.bmm(own, values.mT).view(heads, batch, queries, -1).transpose(0, 1)
+    bias = getattr(module.kv_b_proj, "bias", None)
+    # A bias of keys adds the same to all logits of a query.
+    return found if bias is None else found + bias.view(heads, 1, -1)[..., module.qk_nope_head_dim :]
+
+
+def _matrices(module: Any, like: Tensor) -> Tensor:
+    """(Hq, D + Dv, R): what makes keys without their rotary parts, and values, of a latent, for each head."""
+    linear: Any = module.kv_b_proj
+    plain = type(linear) is torch.nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
+    # Quantized weights may be tensors of a kind of their own.
+    if plain and "forward" not in vars(linear) and type(linear.weight) is torch.nn.Parameter:
+        weight = linear.weight
+    else:
+        say_once(
+            f"{type(module).__name__}: kv_b_proj (a {type(linear).__name__}) is not a plain linear layer, or has "
+            "hooks, so its matrix is computed from unit vectors in each step."
+        )
+        eye = torch.eye(module.kv_lora_rank, dtype=like.dtype, device=like.device)
+        weight = linear(eye)
+        bias = getattr(linear, "bias", None)
+        weight = (weight if bias is None else weight - bias).T
+    return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[-1])

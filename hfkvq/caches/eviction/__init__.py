@@ -1,0 +1,1 @@
+"""Evictors: which tokens leave a layer, when, and by which scores."""

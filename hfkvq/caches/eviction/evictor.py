@@ -1,0 +1,291 @@
+"""What a layer does for any scheme that evicts: keeps the queries by which tokens are judged, and scores' history."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.kernels.decode import LENGTH
+
+from ..layer_state.base import LayerBase, Part, unchanged_on_error
+from ..layer_state.group import Group
+from ..layer_state.query_statistics import QueryStatistics
+from ..layer_state.update import store_tokens
+from ..schemes.eviction import EvictionScheme
+from ..store import MAX_STEP
+from ..store.headwise import HeadwiseStore
+from ..store.packing import Packed
+from .prompt_selection import Choice
+from .stored_scores import Observation
+
+logger = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=EvictionScheme)
+E = TypeVar("E", bound="Eviction[Any]")
+
+
+class Eviction(Part, Generic[S]):
+    """Holds a layer to a budget of tokens, each KV head its own; `TokenEvictor` and `TierEvictor` say how.
+
+    A prompt beyond the budget is cut to its best tokens in each layer as it passes, so only one layer at a time holds
+    it whole. Later input of up to 16 tokens is a step: a trim is due when a row has outgrown its budget, and asks the
+    newest queries. Attention functions that know no handles never show their queries; then nothing is evicted.
+
+    Attributes:
+        policy: the layer's scheme.
+        group: the cache's layers that evict in the same way.
+        place: index of the layer in the model, and the model's layers.
+        pending: queries by which tokens are to be judged once all of them are stored.
+        scores: f32 (B*H, n), oldest token first, NaN where a token has none: while they are needed.
+        trim_at: tokens seen at which the next trim is due; 0 where nobody has worked it out.
+        arguments: of the newest attention call, without its mask.
+    """
+
+    group: EvictingGroup[Any]
+
+    def __init__(self, layer: LayerBase) -> None:
+        super().__init__(layer)
+        self.policy = cast(S, layer.scheme)
+        self.asks_every_step, self.place = self.policy.asks_every_step, (0, 1)
+        self.arguments = AttentionArguments(1.0)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets all tokens."""
+        self.trim_at = 0
+        # Of the running attention call: queries that are no padding (B, n), and rows for which it is a prompt (B,).
+        self._real: Tensor | None = None
+        self._fresh: Tensor | None = None
+        self.pending: Observation | None = None
+        self.scores: Tensor | None = None
+
+    def new_store(self, keys: Tensor, values: Tensor) -> HeadwiseStore:
+        """An empty store for tensors of this shape, dtype and device.
+
+        Raises:
+            ValueError: the budget has no room for more than the window.
+        """
+        # A capacity bounds the tokens seen; pages go by the budget, and move.
+        return HeadwiseStore(self.policy.layout(keys.shape[-1], values.shape[-1]), self.layer.scheme, keys, values)
+
+    def store(self) -> HeadwiseStore:
+        """The layer's store."""
+        store = self.layer.held()
+        assert isinstance(store, HeadwiseStore), "made in new_store"
+        return store
+
+    @property
+    def full_at(self) -> int:
+        """Tokens seen at which a row may outgrow its budget."""
+        raise NotImplementedError
+
+    # What steps that are recorded ask.
+
+    @property
+    def trims_steps(self) -> bool:
+        """True if trims are due between steps; else steps are like those of any layer."""
+        return self.policy.interval is not None
+
+    @property
+    def keeps_query(self) -> bool:
+        """True if steps keep their newest query, by which the next trim judges."""
+        return self.trims_steps and bool(self.policy.evidence)
+
+    def most_held(self, room: int) -> tuple[int, ...] | None:
+        """Most tokens of a row in each run when a trim is due, of ``room`` given; None where steps trim nothing."""
+        raise NotImplementedError
+
+    # An attention call.
+
+    def lets_step_pass(self) -> bool:
+        """True if a step of one token needs no trim, and its queries nobody."""
+        layer = self.layer
+        return not self.asks_every_step and layer.seen < self.full_at and bool(layer.held().forecast(1).shortest)
+
+    def before_begin(self) -> bool:
+        """Notes for which rows the coming call is a prompt; whether its queries are to be kept."""
+        layer, store, new = self.layer, self.store(), self.layer.new_columns
+        starts = any(state.length == 0 for state in store.states)
+        asks = new > MAX_STEP or starts or self.asks_every_step or layer.seen >= self.full_at
+        if not new or not asks:
+            return False
+        long = torch.full((layer.batch_size,), new > MAX_STEP, dtype=torch.bool, device=layer.device)
+        self._fresh = long | (store.row_lengths == 0) if starts or new > MAX_STEP else None
+        return True
+
+    def after_begin(self) -> None:
+        """Notes which of the queries that are to be kept are no padding."""
+        layer, policy = self.layer, self.policy
+        newest = layer.new_columns if "received" in policy.evidence else min(policy.queries, layer.new_columns)
+        column = torch.arange(layer.new_columns - newest, layer.new_columns, device=layer.device)
+        self._real = torch.ones(layer.batch_size, newest, dtype=torch.bool, device=layer.device)
+        if layer.padding is not None:
+            self._real = column >= layer.padding.lead[:, None]
+            if layer.padding.source is not None:
+                self._real = self._real & (layer.padding.source[:, column] == column)
+
+    def note_queries(self, query: Tensor, arguments: AttentionArguments) -> None:
+        """Keeps the newest queries (B, Hq, Q, D) of an attention call, if they are to be asked."""
+        self.arguments = arguments._replace(mask=None, bias=None)
+        if self._real is not None:
+            if self.layer.new_columns == 1 and query.shape[2] > 1:
+                # Heads where tokens are expected: see `hfkvq.caches.layers.handle`.
+                query = query.reshape(query.shape[0], -1, 1, query.shape[3])
+            # The newest may be all that are shown.
+            newest = min(self._real.shape[1], query.shape[2])
+            arguments = arguments.biased()
+            mask = arguments.mask
+            if mask is not None and mask.shape[2] > newest:
+                arguments = arguments._replace(mask=mask[:, :, -newest:])
+            query = query[:, :, -newest:].detach()
+            self.pending = Observation(query, self._real[:, -newest:], arguments, self._fresh)
+        self._real = self._fresh = None
+
+    def may_be_cut(self, seen: Observation | None) -> bool:
+        """True if what is staged is a first prompt, whole and alone, whose queries have been shown."""
+        layer = self.layer
+        if seen is None or seen.prompt is None or layer.staged is None or self.store().longest:
+            return False
+        mask = seen.arguments.mask
+        return layer.staged_length == layer.seen and (mask is None or mask.shape[-1] >= layer.seen)
+
+    def cut_prompt(self, queries: QueryStatistics | None) -> bool:
+        """Cuts a staged first prompt to its best tokens, if it can be; whether it has. Nothing changes if it fails.
+
+        Args:
+            queries: of the layer.
+        """
+        raise NotImplementedError
+
+    # Judging.
+
+    def judge_pending(self) -> None:
+        """Judges what is stored by the queries that have been kept, and trims what has outgrown its budget."""
+        seen, store = self.pending, self.store()
+        # Nothing but padding so far, perhaps.
+        if seen is not None and store.longest:
+            with unchanged_on_error([self, self.layer, store]):
+                self._judge(seen)
+        self.pending = None
+
+    def judge_step(self, query: Tensor) -> None:
+        """The same by the query (B, Hq, 1, D) of a step that the host did not see; of no rows where none is kept."""
+        real = torch.ones(self.layer.batch_size, 1, dtype=torch.bool, device=self.layer.device)
+        self._judge(Observation(query, real, self.arguments, None))
+
+    def _judge(self, seen: Observation) -> None:
+        raise NotImplementedError
+
+    def _merged(self, scores: Tensor) -> Tensor:
+        """Scores with their history, if the scheme remembers; a token without one counts as it is."""
+        if self.scores is None or not self.policy.remembers:
+            return scores
+        old = self.scores[:, : scores.shape[1]]
+        old = torch.nn.functional.pad(old, (0, scores.shape[1] - old.shape[1]), value=torch.nan)
+        return torch.where(old.isnan(), scores, self.policy.merge(old, scores))
+
+    def _remember(self, scores: Tensor) -> None:
+        """Keeps scores, NaN behind a row's last token: what comes there has no history."""
+        rank = torch.arange(scores.shape[1], device=scores.device)
+        self.scores = scores.masked_fill(rank >= self.store().counters[LENGTH, :, None], torch.nan)
+
+    # Files.
+
+    def pack(self) -> Packed:
+        """What it holds between forwards, for a file."""
+        given = self.arguments
+        numbers = {"trim_at": self.trim_at, "arguments": [given.scaling, given.softcap, given.causal]}
+        held = {"scores": self.scores, "sinks": given.sinks}
+        return numbers, {name: tensor for name, tensor in held.items() if tensor is not None}
+
+    def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Takes what `pack` gave."""
+        scaling, softcap, causal = found["arguments"]
+        self.arguments = AttentionArguments(
+            float(scaling), None, float(softcap), tensors.get("sinks"), causal=causal is True
+        )
+        self.trim_at, self.scores = int(found["trim_at"]), tensors.get("scores")
+
+    # Rows and lengths change.
+
+    def after_crop(self) -> None:
+        """Tokens have been taken back."""
+        if self.scores is not None:
+            self._remember(self.scores)
+
+    def take_rows(self, rows: Tensor) -> None:
+        """Row b becomes what row ``rows[b]`` was."""
+        if self.scores is not None:
+            self.scores = self.scores[self.store().rows_of(rows.to(self.scores.device))]
+
+    def notes(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Tensors that it holds: with an entry for each of the layer's rows, and for each of the store's."""
+        return [], [] if self.scores is None else [self.scores]
+
+    def tensors(self) -> list[Tensor]:
+        """Tensors that it holds."""
+        by_row, by_head = self.notes()
+        return [*by_row, *by_head]
+
+
+class EvictingGroup(Group[E]):
+    """The layers of a cache that evict in one way.
+
+    Attributes:
+        warned: whether it has been said that attention hides its queries.
+    """
+
+    def __init__(self, members: Sequence[E]) -> None:
+        super().__init__(members)
+        self.warned = False
+        for member in members:
+            member.group = self
+
+    def warn_unseen(self, scheme: str) -> None:
+        """Says once that attention hides its queries."""
+        if not self.warned:
+            self.warned = True
+            logger.warning(
+                "%s: the cache did not see the queries, so nothing can be evicted and the budget is exceeded; use the "
+                "'hfkvq' attention (attach=True) or sdpa.",
+                scheme,
+            )
+
+    def settle(self) -> None:
+        """Layers that wait with sealing do what is due before the rows of any of them move."""
+        for member in self.members:
+            member.layer.settle()
+
+
+def store_choice(
+    eviction: Eviction[Any], choice: Choice, queries: QueryStatistics | None, keeps_columns: bool = False
+) -> None:
+    """Stores what stays of a staged first prompt as if it were all of it; it is staged still if that fails.
+
+    Args:
+        eviction: of the layer.
+        choice: the tokens that stay.
+        queries: of the layer.
+        keeps_columns: whether sealed tokens keep their logical columns; else they move up to newer ones.
+    """
+    layer, store = eviction.layer, eviction.store()
+    before = layer.staged, layer.padding
+    layer.staged, layer.padding = (choice.keys, choice.values), choice.padding
+    try:
+        store_tokens(layer, queries, None)
+    except BaseException:
+        layer.staged, layer.padding = before
+        raise
+    eviction.pending = None
+    if any(given > held for given, held in choice.rows):
+        # Newer tokens have their columns still.
+        settled, evicted = layer.seen - max(eviction.policy.window, layer.hold), choice.evicted
+        columns = choice.columns if keeps_columns else None
+        store.note_evicted(choice.shorter, evicted.repeat_interleave(store.fold), settled, columns)
+        layer.evicted = True
+        layer.edition += 1

@@ -1,0 +1,309 @@
+"""What a layer does for a scheme of tiers: what stays is whole or in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..base.inference_mode import lasting
+from ..layer_state.base import LayerBase
+from ..layer_state.query_statistics import QueryStatistics
+from ..schemes.eviction import TieredEviction
+from ..schemes.score_inputs import Evidence, prompt_evidence
+from ..store.columns import positions
+from ..store.growth import pages_for
+from ..store.headwise import HeadwiseStore
+from ..store.packing import Packed
+from ..store.requantize import Requantized, requantize_by_tiers, requantized
+from ..store.rows import joined, part, used_blocks
+from .budget import Budget
+from .evictor import EvictingGroup, Eviction, store_choice
+from .prompt_selection import keep
+from .stored_scores import Observation, stored_evidence, token_order
+from .trim import tier_targets
+
+
+class TierEvictor(Eviction[TieredEviction]):
+    """Gives tokens their tiers, by their scores and by the layer's share of whole ones.
+
+    A layer's share is relative to the strongest layer's, which is known when the last layer is done: until then the
+    strongest so far stands for it, or, of a first prompt, all stay whole. In this time a layer holds less than twice a
+    budget in bytes.
+
+    Attributes:
+        budget: of each KV head; known with the first update.
+        strength: f32 (B,), by which layers are compared; None before a prompt, or where nobody asks attention.
+        prompts: that have come.
+        provisional: bool (B*H,), rows whose tiers are not final yet; None if there are none.
+    """
+
+    budget: Budget
+    group: TierGroup
+
+    def __init__(self, layer: LayerBase) -> None:
+        super().__init__(layer)
+        self.group = TierGroup([self])  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def forget(self) -> None:
+        """Forgets all tokens."""
+        super().forget()
+        self.strength: Tensor | None = None
+        self.prompts = 0
+        self.provisional: Tensor | None = None
+
+    def new_store(self, keys: Tensor, values: Tensor) -> HeadwiseStore:
+        """See `Eviction.new_store`."""
+        store, policy = super().new_store(keys, values), self.policy
+        costs = policy.token_bytes(store.layout, keys.shape[-1], values.shape[-1], keys.dtype.itemsize)
+        self.budget = Budget(policy.tokens, policy.budget_bytes, costs)
+        self.budget.check(policy.window, keys.dtype)
+        return store
+
+    @property
+    def full_at(self) -> int:
+        """See `Eviction.full_at`."""
+        return self.trim_at or 1 + self.budget.most[1]
+
+    @property
+    def keeps_query(self) -> bool:
+        """Always: a trim is as likely by the next step as by any."""
+        return True
+
+    def most_held(self, room: int) -> tuple[int, ...]:
+        """See `Eviction.most_held`; all in few bits, and all whole."""
+        return self.budget.most
+
+    @property
+    def newest(self) -> int:
+        """Newest tokens of a row, which stay as they are."""
+        return max(self.policy.window, self.layer.hold)
+
+    # A first prompt.
+
+    def cut_prompt(self, queries: QueryStatistics | None) -> bool:
+        """See `Eviction.cut_prompt`; the host asks the device nothing until the last layer is done."""
+        layer, policy, seen = self.layer, self.policy, self.pending
+        if seen is None or layer.staged is None or layer.padding is not None or not self.may_be_cut(seen):
+            return False
+        room = self._room_of_prompt()
+        if not room:
+            return False
+        scores, statistics, (keys, values) = [], [], layer.staged
+        for _, found in prompt_evidence(policy.evidence, policy.queries, seen.query, keys, values, seen.arguments):
+            scores.append(policy.scores(found))
+            statistics += self._statistics(found)
+        strength = self._strength_of(statistics)
+        choice = keep(torch.cat(scores), keys, values, room, 0, max(self.newest, *self.store().sizes.local))
+        provisional = torch.ones(len(choice.scores), dtype=torch.bool, device=layer.device)
+        store_choice(self, choice, queries, keeps_columns=True)
+        self.strength, self.scores, self.provisional = strength, choice.scores, provisional
+        self.prompts += 1
+        self.group.report(self.prompts)
+        return True
+
+    def _room_of_prompt(self) -> int:
+        """Tokens of a row that a first prompt is cut to; 0 where it has to go the general way."""
+        layer, policy, store, costs = self.layer, self.policy, self.store(), self.budget.costs
+        sizes = store.sizes
+        newest, unit = max(self.newest, *sizes.local), sizes.unit[0]
+        past, alike = layer.seen - newest, sizes.local[0] == sizes.local[1] and sizes.unit[1] == unit
+        # Columns are kept of what is sealed, which is to be all but the newest tokens.
+        if layer.seen < self.full_at or past <= 0 or policy.remembers:
+            return 0
+        if not store.seals_widely or sizes.sink or not alike:
+            return 0
+        # As many as the budget could hold in few bits.
+        best = int(policy.kept(torch.tensor([past]), torch.zeros(1), costs, torch.ones(1, dtype=torch.bool)))
+        # All whole, they would be many bytes where a whole token takes more than two in few bits.
+        budget, held = policy.budget_bytes, (best + newest) * costs[1]
+        if not best or (budget is not None and held >= 2 * budget):
+            return 0
+        return min(-(-best // unit) * unit, past) + newest
+
+    # Judging and trimming.
+
+    def _judge(self, seen: Observation) -> None:
+        store, policy, due = self.store(), self.policy, self.layer.seen >= self.full_at
+        where = positions(store)
+        order = token_order(store, where)
+        scores, statistics = torch.empty(order.shape, device=order.device), []
+        for rows, found in stored_evidence(policy.evidence, store, seen, where, order):
+            scores[rows] = policy.scores(found)
+            if seen.prompt is not None:
+                statistics += self._statistics(found)
+        scores = self._merged(scores)
+        if seen.prompt is not None:
+            strength = self._strength_of(statistics)
+            if strength is not None and self.strength is not None:
+                strength = torch.where(seen.prompt, strength, self.strength)
+            self.strength = strength
+            self.prompts += 1
+        if due:
+            prompt = torch.zeros_like(seen.real[:, 0]) if seen.prompt is None else seen.prompt
+            self._trim(scores, prompt.repeat_interleave(store.fold), where, order)
+        elif policy.remembers:
+            self._remember(scores)
+        if seen.prompt is not None:
+            self.group.report(self.prompts)
+
+    def _statistics(self, found: Evidence) -> list[Tensor]:
+        """Of some folded rows; none where nobody asks attention."""
+        policy = self.policy
+        return [] if found.attention is None else [policy.layer_statistics(found.attention, found.past(policy.window))]
+
+    def _strength_of(self, statistics: list[Tensor]) -> Tensor | None:
+        """f32 (B,) of the statistics of folded rows."""
+        if not statistics:
+            return None
+        return self.policy.strength(torch.cat(statistics).unflatten(0, (self.layer.batch_size, -1)))
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal in layers whose tiers can be assigned together."""
+        state = self.store().state
+        windows = tuple(window.shape[2] for window in state.windows)
+        sizes = state.batch, tuple(state.dims.values()), windows, used_blocks(state)
+        return state.device, state.dtype, sizes, self.policy, self.budget, self.newest
+
+    def share(self, most: Tensor | None) -> Tensor:
+        """The layer's share of whole tokens in each row, f32 (B*H,); ``most`` is the greatest strength of any layer."""
+        own = self.strength
+        if own is None or most is None:
+            own = most = torch.ones(self.layer.batch_size, device=self.layer.device)
+        return self.policy.share(own, most.to(own.device)).repeat_interleave(self.store().fold)
+
+    def take_tiers(self, done: Requantized | None, rows: slice, scores: Tensor) -> None:
+        """Takes the layer's part of what was made of several layers' rows.
+
+        Args:
+            done: what was made; None where no token has moved.
+            rows: the layer's.
+            scores: f32 (B*H, n), of the tokens that are left.
+        """
+        layer, store = self.layer, self.store()
+        if done is None:
+            self.trim_at = layer.seen + 1 + max(int(self.budget.room(store).min()), 0)
+            return
+        held, states = [each[rows] for each in done.held], done.rows[rows]
+        blocks = [pages_for(store.format, run, max(each)) for run, each in enumerate(held)]
+        own = part(done.state, rows.start, store.batch, blocks)
+        store.adopt(own.replace(max(held[-1]), states=frozenset(states)))
+        layer.evicted = True
+        layer.edition += 1
+        if self.policy.remembers:
+            self._remember(scores[:, : store.longest])
+        room = self.budget.least_room(held[0], [state.length for state in states])
+        self.trim_at = layer.seen + 1 + max(room, 0)
+
+    def _trim(self, scores: Tensor, prompt: Tensor, where: Tensor, order: Tensor) -> None:
+        """Cuts rows that have outgrown their budget.
+
+        ``prompt`` (bool (B*H,)) are those that have had a prompt just now. ``where`` and ``order`` are what `positions`
+        and `token_order` say.
+        """
+        layer, store, policy = self.layer, self.store(), self.policy
+        over = self.budget.room(store) < 0
+        # Until all layers are done, as many tokens as the budget could hold in few bits.
+        final = all(x.prompts == self.prompts for x in self.group.members)
+        left = None
+        if over.any():
+            share = self.share(self.group.greatest_strength(self.prompts, layer.device))
+            given = policy, self.budget.costs, self.newest, store.state, scores, share
+            target, left = tier_targets(*given, over, prompt, where, order, final)
+            requantize_by_tiers(store, target, where)
+            layer.evicted = True
+            layer.edition += 1
+            self.provisional = over & prompt if not final else None
+        self.scores = None
+        if policy.remembers or (left is not None and not final):
+            self._remember(scores if left is None else scores.gather(1, left[:, : store.longest]))
+        self.trim_at = layer.seen + 1 + max(int(self.budget.room(store).min()), 0)
+
+    # Rows and lengths change.
+
+    def pack(self) -> Packed:
+        """See `Eviction.pack`."""
+        numbers, tensors = super().pack()
+        held = {"strength": self.strength, "provisional": self.provisional}
+        return numbers | {"prompts": self.prompts}, tensors | {k: x for k, x in held.items() if x is not None}
+
+    def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """See `Eviction.unpack`."""
+        super().unpack(found, tensors)
+        self.prompts = int(found["prompts"])
+        self.strength, self.provisional = tensors.get("strength"), tensors.get("provisional")
+
+    def take_rows(self, rows: Tensor) -> None:
+        """Row b becomes what row ``rows[b]`` was."""
+        super().take_rows(rows)
+        if self.strength is not None:
+            self.strength = self.strength[rows.to(self.strength.device)]
+        if self.provisional is not None:
+            self.provisional = self.provisional[self.store().rows_of(rows.to(self.provisional.device))]
+
+    def notes(self) -> tuple[list[Tensor], list[Tensor]]:
+        """See `Eviction.notes`."""
+        by_row, by_head = super().notes()
+        by_row += [] if self.strength is None else [self.strength]
+        return by_row, by_head + ([] if self.provisional is None else [self.provisional])
+
+
+class TierGroup(EvictingGroup[TierEvictor]):
+    """The layers of a cache that compare their strengths."""
+
+    def greatest_strength(self, prompts: int, device: torch.device) -> Tensor | None:
+        """Greatest strength of the layers that have met as many prompts: f32 (B,), or None if none has."""
+        known = [x.strength.to(device) for x in self.members if x.strength is not None and x.prompts == prompts]
+        return torch.stack(known).amax(0) if known else None
+
+    def report(self, prompts: int) -> None:
+        """A layer has seen its prompt. After the last one every share is final, and tiers are assigned."""
+        members = self.members
+        if all(member.prompts == prompts for member in members):
+            waits = any(member.provisional is not None for member in members)
+            assign_tiers(members, self.greatest_strength(prompts, members[0].layer.device) if waits else None)
+
+
+def assign_tiers(members: Sequence[TierEvictor], most: Tensor | None) -> None:
+    """Assigns tiers to what a prompt left in each layer.
+
+    Layers that are alike are requantized as one store of all their rows, and the host asks the device once: some
+    hundred small operations for each layer by itself would be waited for when a prompt is done.
+
+    Args:
+        members: the layers' evictors.
+        most: f32 (B,), the greatest strength of any layer; None where none has any.
+    """
+    groups: dict[tuple[object, ...], list[TierEvictor]] = {}
+    for member in members:
+        if member.provisional is not None and member.scores is not None:
+            groups.setdefault(member.kind, []).append(member)
+    for alike in groups.values():
+        _assign_together(alike, most)
+    for member in members:
+        member.provisional = None
+        if not member.policy.remembers:
+            member.scores = None
+        member.layer.bind()
+
+
+@lasting
+def _assign_together(alike: Sequence[TierEvictor], most: Tensor | None) -> None:
+    """`assign_tiers` of layers of one `kind`, which all have scores and rows whose tiers are not final."""
+    one, state = alike[0], joined([member.store().state for member in alike])
+    store, where = one.store(), positions(state)
+    order, over = token_order(state, where), torch.cat([x.provisional for x in alike if x.provisional is not None])
+    share = torch.cat([member.share(most) for member in alike])
+    # Layers where sealing waits for the next update may hold tokens that have no score yet.
+    padded = [pad(x.scores, (0, state.longest), value=torch.inf) for x in alike if x.scores is not None]
+    scores = torch.cat([x[:, : state.longest] for x in padded])
+    given = one.policy, one.budget.costs, one.newest, state, scores, share
+    target, left = tier_targets(*given, over, over, where, order)
+    done, rows = requantized(state, store.layout, store.scheme, target, where), store.batch
+    for i, member in enumerate(alike):
+        mine = slice(i * rows, (i + 1) * rows)
+        member.take_tiers(done, mine, scores[mine].gather(1, left[mine]))

@@ -1,0 +1,1 @@
+"""Files of caches, and the folder of computed prompts."""

@@ -1,0 +1,152 @@
+"""Files of caches: safetensors, with a description in JSON and a checksum over both. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hfkvq.bounded import DAMAGE, parse_json
+from hfkvq.version import __version__
+
+from ..base.inference_mode import lasting
+
+KIND, VERSION = "hfkvq cache", 5
+"""Kind and format version of a file; a file of another version is refused."""
+
+FIELD = "hfkvq"
+"""The one field of safetensors' metadata, as JSON: several fields are written in another order each time."""
+
+PART = ".part"
+"""Suffix of files that are being written."""
+
+CPU = torch.device("cpu")
+
+THREADS = min(os.cpu_count() or 1, 8)
+"""Threads that hash tensors or read files; more of them wait for each other's calls."""
+
+Digests = Mapping[str, bytes]
+"""sha256 of each tensor with its name, dtype and shape."""
+
+
+def write_file(
+    path: str | Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor], digests: Digests | None = None
+) -> int:
+    """Writes a file whole; after an error the file that was there is unchanged. Equal contents give equal bytes.
+
+    Several processes and threads may write the same file: each has a part of its own, and the last one stays.
+
+    Args:
+        path: of the file; another file of this name is replaced.
+        description: plain data.
+        tensors: by name.
+        digests: by `digest_of`, if they are known.
+
+    Returns:
+        Its bytes.
+
+    Raises:
+        OSError: there is no room for it, or no such folder.
+    """
+    path, text = Path(path), json.dumps(description)
+    # Copies: safetensors refuses tensors that share memory.
+    held = {name: tensors[name].detach().contiguous().to(CPU, copy=True) for name in sorted(tensors)}
+    whole = checksum(text, _digests_of(held) if digests is None else digests)
+    head = {"kind": KIND, "version": VERSION, "hfkvq": __version__, "sha256": whole, "description": text}
+    part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}{PART}")
+    try:
+        part.touch()
+        mode = part.stat().st_mode
+        save_file(held, part, metadata={FIELD: json.dumps(head)})
+        # Safetensors makes files that other users cannot read.
+        part.chmod(mode)
+        size = part.stat().st_size
+        os.replace(part, path)
+    except SafetensorError as error:
+        raise OSError(f"path: {path} cannot be written: {error}") from None
+    finally:
+        part.unlink(missing_ok=True)
+    return size
+
+
+@lasting
+def read_file(path: str | Path, device: torch.device = CPU) -> tuple[Any, dict[str, Tensor]]:
+    """Description and tensors, each in memory of its own, of a file that `write_file` wrote.
+
+    "written" in the description is the hfkvq release that wrote the file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is another kind of file, of another version, cut off or changed.
+    """
+    path = Path(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            head = _head(path, (file.metadata() or {}).get(FIELD, "{}"))
+            mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it has no other iterator
+            if checksum(head["description"], _digests_of(mapped)) != head["sha256"]:
+                raise ValueError(f"path: {path} is damaged (its checksum differs); save it again.")
+            found = {name: x.to(device, copy=True) for name, x in mapped.items()}
+    except FileNotFoundError:
+        raise FileNotFoundError(f"path: there is no file {path}.") from None
+    except PermissionError as error:
+        # Saving it again would not help.
+        raise ValueError(f"path: {path} cannot be read ({error}); see to it, and load it again.") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"path: {path} is not a saved cache, or is truncated ({error}); save it again.") from None
+    return {**parse_json(head["description"]), "written": head["hfkvq"]}, found
+
+
+def _head(path: Path, text: str) -> dict[str, Any]:
+    """Reads the field of metadata, and checks it."""
+    try:
+        head = parse_json(text)
+        kind, version, release = head.get("kind"), int(head.get("version", 0)), str(head.get("hfkvq"))
+    except DAMAGE as error:
+        raise ValueError(f"path: {path} is damaged ({error}); save it again.") from None
+    if kind != KIND:
+        raise ValueError(f"path: {path} is not a saved cache; cache.save(path) writes one.")
+    if version > VERSION:
+        raise ValueError(
+            f"path: {path} is of version {version}, and this hfkvq ({__version__}) reads {VERSION}; install hfkvq "
+            f"{release} or newer, or save it again."
+        )
+    if version < VERSION:
+        raise ValueError(
+            f"path: {path} was written by an older hfkvq ({release}), format {version} of {VERSION}; save it again."
+        )
+    if not all(isinstance(head.get(name), str) for name in ("sha256", "description")):
+        raise ValueError(f"path: {path} is damaged (it lacks a description or a checksum); save it again.")
+    return {**head, "hfkvq": release}
+
+
+def checksum(text: str, digests: Digests) -> str:
+    """Checksum of a description and of tensors, from the digests of `digest_of`: many threads hash faster than one."""
+    whole = hashlib.sha256(text.encode())
+    for name in sorted(digests):
+        whole.update(digests[name])
+    return whole.hexdigest()
+
+
+def digest_of(name: str, tensor: Tensor) -> bytes:
+    """Digest of the name, dtype, shape and bytes of a contiguous tensor on the CPU."""
+    found = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+    found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.digest()
+
+
+def _digests_of(tensors: Mapping[str, Tensor]) -> Digests:
+    if len(tensors) == 1:
+        return {name: digest_of(name, x) for name, x in tensors.items()}
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip(tensors, pool.map(digest_of, tensors, tensors.values()), strict=True))

@@ -1,0 +1,344 @@
+"""Decode steps from CUDA graphs: the first step of a shape runs in Python, the next is captured, the rest replay it.
+
+Every call of the model comes by: PyTorch asks a module for a replacement of its call (``Module.compile`` puts one
+there), and `CallInterceptor` is the replacement of models that are given our caches. So every mode of `generate`, and
+loops of users' own, have their steps replayed, and no model code is changed. What is no step, or cannot be captured,
+goes on to the model as it came.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as torch_module
+
+from hfkvq.kernels.step import MAX_STEP
+
+from ..base.capture import RECORDERS
+from ..base.model_calls import CallInterceptor, forward_parameters, inside_call
+from ..base.recorded import recording
+from ..base.warn_once import say_once
+from ..layer_state.base import ROLLBACK
+from ..layer_state.group import DeviceSync
+from ..layers.all_layers import WholeCache
+from .buffer_reuse import BufferSet, Placement, Recording, SpareBuffers
+
+TRIES = 2
+"""Captures of a step that may fail before it stays in Python: the first may fail for what it finds unprepared."""
+
+_KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+"""Arguments that say of each token whether it is text or of an image."""
+
+# One thread at a time: graphs share the memory of what they compute in between.
+_LOCK = threading.RLock()
+
+
+def wanted(graphs: bool | None) -> bool:
+    """True if steps are to be captured: as the argument says, or else the variable HFKVQ_GRAPHS, which is 1 or 0."""
+    if graphs is None:
+        given = os.environ.get("HFKVQ_GRAPHS", "1").strip().lower()
+        if given not in ("0", "1", "false", "true", "off", "on"):
+            raise ValueError(f"HFKVQ_GRAPHS: got {given!r}, allowed 1 (steps are captured) or 0.")
+        return given in ("1", "true", "on")
+    if not isinstance(graphs, bool):
+        raise ValueError(f"graphs: got {graphs!r}, allowed True, False, or None, which asks HFKVQ_GRAPHS.")
+    return graphs
+
+
+class Step(NamedTuple):
+    """A call of a model that may be replayed.
+
+    Attributes:
+        tokens: new tokens of each row.
+        tensors: arguments by name, the mask aside.
+        mask: (B, L) or None.
+        rest: other arguments.
+    """
+
+    tokens: int
+    tensors: dict[str, Tensor]
+    mask: Tensor | None
+    rest: dict[str, Any]
+
+
+class StepGraphs:
+    """The graphs of one cache.
+
+    Args:
+        cache: whose steps these are.
+        preset: of the cache, by name and knobs.
+        sync: of its layers.
+    """
+
+    def __init__(self, cache: WholeCache, preset: Any, sync: DeviceSync) -> None:
+        self.sync = sync
+        sync.captured = True
+        # Of the last capture that has failed.
+        self._why = ""
+        self._failed: dict[Any, str] = {}
+        self._preset = repr(preset)
+        offloaded = [member.layer.offloaded for member in sync.members]
+        spare = SpareBuffers.of(cache.config, repr((preset, sync.first.layer.capacity, offloaded)))
+        self.placement = Placement(sync, spare, cache.states)
+        if sync.first.layer.capacity is None:
+            release = weakref.finalize(cache, Placement.release, self.placement)
+            release.atexit = False
+
+    # A call of the model.
+
+    def call(self, model: Any, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's call: replayed, captured, or as it is."""
+        cache = kwargs["past_key_values"]
+        self.placement.states.check()
+        step = self._read(model, args, kwargs, cache.attached)
+        if isinstance(step, str):
+            say_once(f"{type(model).__name__}: steps are not captured, since {step}; they run without graphs.")
+        if isinstance(step, Step):
+            with _LOCK:
+                done, out = self._run(model, interceptor, cache, step)
+            if done:
+                return out
+        with inside_call():
+            if not self.placement.states.layers:
+                return model._call_impl(*args, **kwargs)
+            before = self.sync.seen
+            with self.placement.states.spoiled_if_torn(lambda: self.sync.has_passed(before)):
+                return model._call_impl(*args, **kwargs)
+
+    def _read(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cache_attached: bool
+    ) -> Step | str | None:
+        """The step that a call is; why it cannot be captured, or None if it is none."""
+        if args:
+            kwargs = dict(zip(forward_parameters(type(model)), args, strict=False)) | kwargs
+        sync, first = self.sync, self.sync.first.layer
+        main = kwargs.get("input_ids")
+        main = kwargs.get("inputs_embeds") if main is None else main
+        if not isinstance(main, Tensor) or main.dim() < 2 or main.device.type not in RECORDERS:
+            return None
+        rows, tokens = main.shape[:2]
+        states = self.placement.states
+        most = 1 if states.layers else MAX_STEP
+        if first.store is None or not sync.ready or not 1 <= tokens <= most or rows != first.batch_size:
+            return None
+        if states.reason is not None:
+            return states.reason
+        if not cache_attached:
+            return None
+        if tokens > 1 and any(steps.most_tokens() < tokens for steps in sync.members):
+            if first.record_past:
+                return "a budget of tokens is judged by the query of a step of one token"
+            return None
+        if model.training:
+            return "the model is in training mode; call model.eval()"
+        if torch.is_grad_enabled():
+            return "gradients are recorded; use torch.no_grad() or torch.inference_mode()"
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return "somebody captures this call already"
+        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+            return "a mode of PyTorch watches every operation"
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return "there are forward hooks for all modules"
+        tensors: dict[str, Tensor] = {}
+        rest: dict[str, Any] = {}
+        for name, x in kwargs.items():
+            if isinstance(x, Tensor):
+                tensors[name] = x
+            elif x is None or isinstance(x, (bool, int, float, str, torch.dtype)):
+                rest[name] = x
+            elif name != "past_key_values":
+                return f"its argument {name} is a {type(x).__name__}"
+        if rest.get("output_attentions") or getattr(model.config, "output_attentions", False):
+            return "it returns attention weights"
+        for name in _KINDS_OF_TOKENS if "position_ids" in tensors else ():
+            # Of all tokens so far, as Transformers 5.17 has it: each step would be of another shape.
+            if name in tensors:
+                tensors[name] = tensors[name][..., -tokens:]
+        mask = tensors.pop("attention_mask", None)
+        if mask is not None and (mask.dim() != 2 or mask.shape[1] != first.seen + sync.ahead + tokens):
+            # Of four dimensions, say: of another shape in each step.
+            return None
+        return Step(tokens, tensors, mask, rest)
+
+    def _run(self, model: Any, interceptor: CallInterceptor, cache: WholeCache, step: Step) -> tuple[bool, Any]:
+        sync = self.sync
+        # Graphs know where smoothing vectors lie, and keep them.
+        smoothing = tuple(steps.layer.smoothing for steps in sync.members)
+        kind = (id(model), self._setting(model), tuple(step.rest.items()), _shapes(step.tensors), smoothing)
+        if kind in self._failed:
+            return False, None
+        if sync.stale:
+            sync.catch_up()
+        buffers = self.placement.find_room(step.tokens)
+        if buffers is None:
+            return False, None
+        masked = False
+        if step.mask is not None:
+            first = sync.first.layer
+            padding_alone, padded = buffers.hides_padding_only(step.mask, first.held(), first.edition)
+            masked, placed = not padding_alone, "position_ids" in step.tensors
+            # A model that is not told positions may work them out from the mask, which is left out or widened here.
+            if (masked or padded) and not placed:
+                return False, None
+            # What layers with states make of a wider mask is not known.
+            alone = step.tokens > 1 or any(steps.trims for steps in sync.members) or self.placement.states.layers
+            if masked and alone:
+                return False, None
+            if step.mask.shape[0] != first.batch_size:
+                return False, None
+        tensors = _with_mask(step, masked, buffers)
+        key = (*kind, masked)
+        recorded = buffers.recordings.get(key)
+        if recorded is not None and recorded.model() is model and recorded.fingerprint == interceptor.fingerprint():
+            return True, self._replay(recorded, tensors, cache, step)
+        if recorded is not None:
+            # Of a model that is another now.
+            del buffers.recordings[key]
+        reason = interceptor.check_hooks()
+        if reason is not None:
+            self._give_up(model, kind, reason)
+            return False, None
+        states = self.placement.states
+        runs = buffers.runs[key] = buffers.runs.get(key, 0) + 1
+        # A cache may be given one prompt of a few tokens, which is a step of several, and never another.
+        if runs > 1 or (step.tokens == 1 and (self._preset, key) in interceptor.captured):
+            recorded = self._capture(model, interceptor, cache, tensors, step)
+            if recorded is not None:
+                buffers.recordings[key] = recorded
+                interceptor.captured.add((self._preset, key))
+                return True, self._replay(recorded, tensors, cache, step)
+            if runs > TRIES:
+                self._give_up(model, kind, self._why)
+        try:
+            out = self._first(model, cache, tensors, step)
+            if not states.lie_in(buffers.states):
+                self._give_up(model, kind, "its layers keep recurrent states in new tensors at each step")
+            return True, out
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # The cache is as it was: a forward that cannot do with what a recorded step is given runs without.
+            said = str(error).strip().partition("\n")[0]
+            self._give_up(model, kind, f"its forward cannot be recorded ({type(error).__name__}: {said})")
+            return False, None
+
+    def _setting(self, model: Any) -> Any:
+        """What a model's arithmetic depends on beside its arguments."""
+        config = getattr(model, "config", None)
+        stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
+        return (
+            stream,
+            getattr(config, "output_hidden_states", None),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            getattr(config, "_experts_implementation_internal", None),
+            getattr(config, "_attn_implementation_internal", None),
+        )
+
+    def _give_up(self, model: Any, kind: Any, reason: str) -> None:
+        self._failed[kind] = reason
+        say_once(f"{type(model).__name__}: steps are not captured, since {reason}; they run without graphs.")
+
+    def _first(self, model: Any, cache: WholeCache, tensors: dict[str, Tensor], step: Step) -> Any:
+        """A step in Python, over the buffers: what graphs need is compiled and loaded by it."""
+
+        def run() -> Any:
+            with inside_call(), recording():
+                return model._call_impl(**tensors, **step.rest, past_key_values=cache)
+
+        with self.placement.states.undone_on_error():
+            return self._whole(cache, tensors, step, run)
+
+    def _whole(self, cache: WholeCache, tensors: dict[str, Tensor], step: Step, run: Callable[[], Any]) -> Any:
+        """Runs a step and counts it; if it is interrupted, its tokens are in no layer."""
+        sync = self.sync
+        before = sync.seen
+        cache.note_step(tensors.get("input_ids"))
+        # The device alone knows, until all is done.
+        sync.stale = True
+        try:
+            out = run()
+            sync.count(step.tokens)
+            sync.stale = False
+        except BaseException:
+            sync.stale = True
+            cache.level_pages(before)
+            raise
+        return out
+
+    def _capture(
+        self, model: Any, interceptor: CallInterceptor, cache: WholeCache, tensors: dict[str, Tensor], step: Step
+    ) -> Recording | None:
+        device = next(iter(tensors.values())).device
+        with torch.inference_mode(False), torch.no_grad():
+            inputs = {
+                name: torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x) for name, x in tensors.items()
+            }
+        reference, rest = weakref.ref(model), step.rest
+
+        def run(cache: Any) -> Any:
+            return reference()._call_impl(**inputs, **rest, past_key_values=cache)  # type: ignore[union-attr]
+
+        # Casts of weights that autocast keeps would be gone with its context.
+        cached = torch.is_autocast_cache_enabled()
+        try:
+            torch.set_autocast_cache_enabled(False)
+            with inside_call(), recording(), self.placement.states.as_before():
+                graph = RECORDERS[device.type](self._devices(device), run, cache)
+        except Exception as error:
+            # Nothing was carried out.
+            self._why = f"its forward cannot be captured ({type(error).__name__}: {str(error).splitlines()[0]})"
+            return None
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            self.sync.stale = False
+        return Recording(graph, inputs, reference, interceptor.fingerprint())
+
+    def _devices(self, first: torch.device) -> list[torch.device]:
+        """Where a step runs, the device of its input first."""
+        held = [steps.layer.device for steps in self.sync.members]
+        return list(dict.fromkeys([first, *held, *(x.device for x in self.placement.states.tensors())]))
+
+    def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: WholeCache, step: Step) -> Any:
+        with self.placement.states.spoiled_on_error():
+            return self._whole(cache, tensors, step, lambda: recorded.replay(tensors, cache))
+
+    # Tokens come and go.
+
+    def before_prompt(self, keys: Tensor) -> None:
+        """An empty cache is about to be filled: see `Placement.before_prompt`."""
+        # What stood in the way may be gone.
+        self._failed.clear()
+        self.placement.before_prompt(keys)
+
+    def take_back(self, tokens: int) -> bool:
+        """Takes back the newest tokens of graph steps, if nothing of them is sealed; whether it has."""
+        sync = self.sync
+        buffers, held = sync.buffers, all(steps.layer.record_past for steps in sync.members)
+        if sync.stale or not held or buffers is None or tokens > sync.ahead or self.placement.states.layers:
+            return False
+        if not buffers.is_of(self.placement.buffers):
+            return False
+        if sync.peak - sync.ahead + tokens > ROLLBACK:
+            return False
+        if tokens:
+            torch._foreach_sub_(buffers.lengths, tokens)  # pyright: ignore[reportPrivateImportUsage]
+            sync.ahead -= tokens
+        return True
+
+
+def _with_mask(step: Step, masked: bool, buffers: BufferSet) -> dict[str, Tensor]:
+    """A step's tensors with a padding mask for all columns, where it needs one."""
+    if not masked or step.mask is None:
+        return dict(step.tensors)
+    return step.tensors | {"attention_mask": torch.nn.functional.pad(step.mask, (0, buffers.room - step.mask.shape[1]))}
+
+
+def _shapes(tensors: dict[str, Tensor]) -> tuple[Any, ...]:
+    return tuple((name, x.shape, x.dtype, x.device) for name, x in tensors.items())

@@ -1,0 +1,1 @@
+"""State of a layer that its parts share: padding, updates, statistics of queries, tags."""

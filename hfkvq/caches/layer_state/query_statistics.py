@@ -1,0 +1,157 @@
+"""Statistics of queries, by which some schemes weigh the channels of keys when they are sealed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels import query_sums
+from hfkvq.kernels.decode import LENGTH, sealed_count
+from hfkvq.kernels.step import MAX_STEP, observe
+
+from ..base.inference_mode import lasting
+from ..store import KVStore, Padding
+from ..store.packing import Packed
+
+
+class QueryStatistics:
+    """Mean of the magnitudes of a layer's queries in each channel, since a row's keys were last sealed.
+
+    When a prompt is sealed, the queries of its newest tokens, which fill no page yet, stay counted: with those to come
+    they are the window that the next page is judged by.
+
+    Args:
+        always: whether all queries count, since the row's first one; seals then change nothing.
+
+    Attributes:
+        sums: f64 (B, H, D), sums of magnitudes; None before the first query.
+        counts: i32 (H, B), queries in them, which each head counts for itself; None before the first query.
+        newest: the same of a prompt's newest queries, f64 (B, H, n, D), 0 where there is padding, and which of them
+            are real, bool (B, n); None when what is due of it has been sealed.
+    """
+
+    def __init__(self, always: bool = False) -> None:
+        self.always = always
+        self.sums: Tensor | None = None
+        self.counts: Tensor | None = None
+        self.newest: tuple[Tensor, Tensor] | None = None
+
+    def forget(self) -> None:
+        """Forgets all queries."""
+        self.sums = self.counts = self.newest = None
+
+    def observe(self, query: Tensor, tokens: int, heads: int, padding: Padding | None, waiting: int) -> None:
+        """Adds queries.
+
+        Args:
+            query: (B, Hq, Q, D), those of the newest tokens.
+            tokens: of the update that they belong to.
+            heads: KV heads.
+            padding: among these tokens, or None.
+            waiting: most tokens that may wait to be sealed.
+        """
+        if query.shape[2] > tokens:
+            # A packed step: query heads of one token stand where tokens are expected (see `handle`).
+            query = query.flatten(1, 2)[:, :, None]
+        sums, counts = self.sums, self.counts
+        if padding is None and sums is not None and counts is not None and query.shape[2] <= MAX_STEP:
+            observe(query.detach() if query.requires_grad else query, sums, counts)
+            self.newest = None
+        else:
+            self._observe(query, tokens, heads, padding, waiting)
+
+    @lasting
+    def _observe(self, query: Tensor, tokens: int, heads: int, padding: Padding | None, waiting: int) -> None:
+        sums, counts = self.sums, self.counts
+        batch, _, queries, _ = query.shape
+        query = query.detach()
+        real = torch.ones(batch, queries, dtype=torch.bool, device=query.device)
+        start = torch.zeros(batch, dtype=torch.int32, device=query.device)
+        if padding is not None:
+            # The newest queries may be all there are.
+            lead = padding.lead.to(query.device)
+            column = (torch.arange(queries, device=query.device) + tokens - queries).clamp(min=0)
+            real, start = column >= lead[:, None], (lead - tokens + queries).clamp(min=0).to(torch.int32)
+            if padding.source is not None:
+                real = real & (padding.source.to(query.device)[:, column] == column)
+                query = query.masked_fill(~real[:, None, :, None], 0)
+        # Sums of f32 would depend on where padding stands; these are of few bits each.
+        rows, stop = torch.arange(batch, dtype=torch.int32, device=query.device), torch.full_like(start, queries)
+        total = query_sums(query, rows, start, stop, queries, heads)
+        count = real.sum(1, dtype=torch.int32)
+        if not self.always:
+            newest, shown = query[:, :, -waiting:], real[:, -waiting:]
+            magnitude = newest.abs().double() * shown[:, None, :, None]
+            self.newest = magnitude.unflatten(1, (heads, -1)).mean(2), shown
+        if sums is None or counts is None:
+            # Each head counts for itself, as in a step without the host.
+            self.sums, self.counts = total, count.expand(heads, -1).contiguous()
+        else:
+            self.sums, self.counts = sums + total, counts + count
+
+    def mean(self) -> Tensor | None:
+        """Mean in each channel: f32 (B, H, D)."""
+        if self.sums is None or self.counts is None:
+            return None
+        count = self.counts[0, :, None, None]
+        # A row that has shown no query since its last seal weighs its channels alike.
+        return torch.where(count > 0, self.sums / count.clamp(min=1), 1.0).float()
+
+    def pack(self) -> Packed:
+        """Contents for a file."""
+        names = ("sums", "counts", "newest", "real")
+        held = zip(names, (self.sums, self.counts, *(self.newest or (None, None))), strict=True)
+        return {}, {name: tensor for name, tensor in held if tensor is not None}
+
+    @lasting
+    def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Takes what `pack` gave."""
+        self.sums, self.counts = tensors.get("sums"), tensors.get("counts")
+        self.newest = (tensors["newest"], tensors["real"]) if "newest" in tensors else None
+
+    @lasting
+    def forget_sealed(self, store: KVStore, before: Tensor) -> None:
+        """Starts over in rows whose keys were sealed: a row's statistics must not depend on its batch mates.
+
+        Args:
+            store: after sealing.
+            before: i32, sealed keys of each of the store's rows before; heads that are rows of their own are alike.
+        """
+        if self.sums is None or self.counts is None or self.always:
+            return
+        fold, now = len(before) // self.sums.shape[0], sealed_count(store.counters, "keys")
+        sealed = (now > before)[::fold]
+        if self.newest is None:
+            self.sums = self.sums.masked_fill(sealed[:, None, None], 0.0)
+            self.counts = self.counts.masked_fill(sealed, 0)
+            return
+        magnitude, real = self.newest
+        waiting = (store.counters[LENGTH] - store.format.sink - now)[::fold, None]
+        real = real & (real.flip(1).cumsum(1).flip(1) <= waiting)
+        left = (magnitude * real[:, None, :, None]).sum(2)
+        self.sums = torch.where(sealed[:, None, None], left, self.sums)
+        self.counts = torch.where(sealed, real.sum(1, dtype=torch.int32), self.counts)
+        self.newest = None
+
+    def take_rows(self, rows: Tensor) -> None:
+        """Row b becomes what row ``rows[b]`` was."""
+        if self.sums is not None and self.counts is not None:
+            rows = rows.to(self.sums.device)
+            self.sums, self.counts = self.sums[rows], self.counts[:, rows]
+        if self.newest is not None:
+            self.newest = self.newest[0][rows], self.newest[1][rows]
+
+    def tensors(self) -> list[Tensor]:
+        """Tensors that it holds."""
+        return [tensor for tensor in (self.sums, self.counts, *(self.newest or ())) if tensor is not None]
+
+    @lasting
+    def __deepcopy__(self, memo: dict[int, Any]) -> QueryStatistics:
+        """Independent tensors: steps add to them in place."""
+        new = copy.copy(self)
+        new.sums, new.counts = (None if x is None else x.clone() for x in (self.sums, self.counts))
+        return new

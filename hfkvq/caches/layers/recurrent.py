@@ -1,0 +1,272 @@
+"""Recurrent states: of layers with Mamba, linear attention or a short convolution, as Transformers has them.
+
+Their shapes do not depend on how many tokens came, so nothing of them is compressed. Steps write into them in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from ..base.inference_mode import lasting
+from ..store.packing import Packed
+
+_KINDS = ("conv", "recurrent")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """Transformers' layer of states, of which rows can be repeated and selected too, and that can be saved.
+
+    Attributes:
+        spoiled: whether a step was interrupted that may have written some states and others not.
+    """
+
+    spoiled = False
+
+    @lasting
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocates as Transformers does; a prompt in inference mode may be followed by steps in another."""
+        super().lazy_initialization(*args, **kwargs)
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
+        """Adds columns (B, C, t) to a convolution's state; see Transformers."""
+        held = self.conv_states[state_idx]
+        if held is not None and not self.has_previous_state[state_idx] and held.shape[0] != conv_states.shape[0]:
+            # States of before a reset, and of another batch, are not kept.
+            self.is_conv_states_initialized[state_idx] = False
+        return super().update_conv_state(conv_states, state_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Replaces a state (B, ...), in place; see Transformers."""
+        held = self.recurrent_states[state_idx]
+        if held is not None and held.shape != recurrent_states.shape:
+            self.is_recurrent_states_initialized[state_idx] = False
+        return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def reset(self) -> None:
+        """Forgets everything, and keeps the allocation."""
+        super().reset()
+        self.spoiled = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
+        """Row b becomes what row ``beam_idx[b]`` was."""
+        self._take_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times."""
+        self._take_rows(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows only (indices or a boolean mask)."""
+        self._take_rows(lambda x: x[indices.to(x.device)])
+
+    def _take_rows(self, take: Callable[[Tensor], Tensor]) -> None:
+        for place in places_of([self]):
+            place.held[place.number] = take(place.tensor)
+
+    # Files.
+
+    def pack(self) -> Packed:
+        """Contents: plain data, and tensors by name."""
+        places = {place.name: place for place in places_of([self])}
+        numbers = {
+            "states": sorted(places),
+            "begun": [index for index, begun in self.has_previous_state.items() if begun],
+            "widths": [self.conv_kernel_size[index] for index in range(self.number_of_states)],
+        }
+        return numbers, {name: place.tensor for name, place in places.items()}
+
+    def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Gives an empty layer what another one has packed; it takes tensors over.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        held = {name: tensors[name] for name in found["states"]}
+        rows = {x.shape[0] if x.dim() > 1 and x.dtype in _DTYPES and x.numel() else 0 for x in held.values()}
+        if len(held) != len(tensors) or 0 in rows or len(rows) > 1:
+            raise ValueError(f"states {sorted(tensors)} of different rows, or of none")
+        widths, begun = found["widths"], found["begun"]
+        numbers = range(self.number_of_states)
+        whole = all(x is None or (type(x) is int and x > 0) for x in widths)
+        if len(widths) != len(numbers) or not whole or not all(type(x) is int and x in numbers for x in begun):
+            raise ValueError(f"{len(widths)} recurrent states of widths {widths}, where the model has {len(numbers)}")
+        places = {f"{kind}{i}": (kind, i) for kind in _KINDS for i in numbers}
+        for name, tensor in held.items():
+            kind, index = places[name]
+            if kind == "conv" and (tensor.dim() != 3 or (tensor.shape[-1] != widths[index] and not self.record_past)):
+                raise ValueError(f"state {name} of shape {tuple(tensor.shape)}, and {widths[index]} columns")
+            own = tensor.to(device)
+            if kind == "conv":
+                self.conv_states[index], self.is_conv_states_initialized[index] = own, True
+                self.conv_kernel_size[index] = widths[index]
+                self.dtype, self.device = own.dtype, own.device
+            else:
+                self.recurrent_states[index], self.is_recurrent_states_initialized[index] = own, True
+        for index in begun:
+            self.has_previous_state[index] = True
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of what it holds; None of nothing."""
+        return next((place.tensor.shape[0] for place in places_of([self])), None)
+
+
+class Place(NamedTuple):
+    """Place of a layer's state.
+
+    Attributes:
+        name: of the state within its layer.
+        held: the layer's states of this kind, by number.
+        number: its own.
+    """
+
+    name: str
+    held: dict[int, Any]
+    number: int
+
+    @property
+    def tensor(self) -> Tensor:
+        """The state (B, ...)."""
+        return self.held[self.number]
+
+
+def places_of(layers: Sequence[RecurrentLayer]) -> list[Place]:
+    """All states that layers hold, in an order that does not change."""
+    return [
+        Place(f"{kind}{index}", held, index)
+        for layer in layers
+        for kind, held in zip(_KINDS, (layer.conv_states, layer.recurrent_states), strict=True)
+        for index, x in held.items()
+        if x is not None
+    ]
+
+
+class StatePlaces:
+    """The states of a cache's layers, where recorded steps look for them.
+
+    Args:
+        layers: of the cache, without those that hold keys and values alone.
+    """
+
+    def __init__(self, layers: Sequence[RecurrentLayer]) -> None:
+        self.layers = list(layers)
+
+    def tensors(self) -> list[Tensor]:
+        """All states, in order."""
+        # At every step, so without `Place`.
+        kinds = [held for layer in self.layers for held in (layer.conv_states, layer.recurrent_states)]
+        return [x for held in kinds for x in held.values() if x is not None]
+
+    @property
+    def reason(self) -> str | None:
+        """Why no step can be recorded now; None where it can."""
+        if any(layer.record_past for layer in self.layers):
+            return "convolutions keep their past, so that tokens can be taken back"
+        if any(layer.rows is None for layer in self.layers):
+            # Checked once a prompt has come. RecurrentGemma binds new tensors, at each step, to modules of its own.
+            return "the model keeps recurrent states in its own modules"
+        return None
+
+    def move_in(self, tensors: Sequence[Tensor]) -> bool:
+        """Brings all states into these tensors; False, and nothing is changed, if they do not fit."""
+        if self.lie_in(tensors):
+            return True
+        places = places_of(self.layers)
+        if len(places) != len(tensors) or not all(_alike(x.tensor, y) for x, y in zip(places, tensors, strict=True)):
+            return False
+        moved = [(own, place) for own, place in zip(tensors, places, strict=True) if place.tensor is not own]
+        torch._foreach_copy_([own for own, _ in moved], [place.tensor for _, place in moved])  # pyright: ignore[reportPrivateImportUsage]
+        for own, place in moved:
+            place.held[place.number] = own
+        return True
+
+    def lie_in(self, tensors: Sequence[Tensor]) -> bool:
+        """True if the states are these tensors."""
+        own = self.tensors()
+        return len(own) == len(tensors) and all(x is y for x, y in zip(own, tensors, strict=True))
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """If anything fails, states are what they were: a step writes into them, and would do so twice."""
+        with torch.inference_mode(False), torch.no_grad():
+            saved = [(x, x.clone()) for x in self.tensors()]
+        with self.as_before(always=False):
+            try:
+                yield
+            except BaseException:
+                for x, was in saved:
+                    x.copy_(was)
+                raise
+
+    @contextlib.contextmanager
+    def as_before(self, always: bool = True) -> Iterator[None]:
+        """Restores Python's knowledge of states after a recording, and after an error."""
+        saved = [{name: dict(x) if type(x) is dict else x for name, x in vars(each).items()} for each in self.layers]
+        good = False
+        try:
+            yield
+            good = not always
+        finally:
+            if not good:
+                for layer, was in zip(self.layers, saved, strict=True):
+                    vars(layer).clear()
+                    vars(layer).update(was)
+
+    @contextlib.contextmanager
+    def spoiled_on_error(self) -> Iterator[None]:
+        """If anything fails, nobody knows whether states have been written; `check` says so from then on."""
+        try:
+            yield
+        except BaseException:
+            self.spoil()
+            raise
+
+    @contextlib.contextmanager
+    def spoiled_if_torn(self, passed: Callable[[], bool]) -> Iterator[None]:
+        """If a forward fails that has written some states, and not all that it writes, `check` says so from then on.
+
+        PyTorch counts what its operations write. Kernels of others may write a convolution's state uncounted; the
+        recurrent one beside it is counted.
+
+        Args:
+            passed: whether attention has the forward's tokens in all layers.
+        """
+        # They are held until then: their ids are not given to others.
+        held = self.tensors()
+        before = {id(x): _version(x) for x in held}
+        try:
+            yield
+        except BaseException:
+            written = [before.get(id(x), -1) != _version(x) for x in self.tensors()]
+            if any(written) and not (all(written) and passed()):
+                self.spoil()
+            raise
+
+    def spoil(self) -> None:
+        """Notes that states may be ahead of the tokens that the cache says it holds."""
+        for layer in self.layers:
+            layer.spoiled = True
+
+    def check(self) -> None:
+        """Raises RuntimeError if states are not known."""
+        if any(layer.spoiled for layer in self.layers):
+            raise RuntimeError(
+                "A step was interrupted while it wrote recurrent states, which cannot be taken back: nobody knows "
+                "whether they have its token. Call reset() and begin again."
+            )
+
+
+def _version(x: Tensor) -> int:
+    """Number of writes to a tensor, as far as PyTorch counts them."""
+    return 0 if x.is_inference() else x._version
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

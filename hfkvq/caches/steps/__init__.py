@@ -1,0 +1,1 @@
+"""Step buffers: decode steps that the host need not see."""

@@ -1,0 +1,287 @@
+"""The buffer of a layer's steps: one tensor at one address, in which everything that the layer holds lies.
+
+With a fixed capacity the buffer is made at the first update. A layer that grows has none until its first step, and
+another one whenever its tokens need more room. Prompts, and whatever else is no ordinary step, go the way of every
+layer, over the same tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels.step import Allocation, StepPlan, StepState, buffer_bytes, settle, views_of_buffer
+
+from ..base.capture import RECORDERS
+from ..base.inference_mode import lasting
+from ..base.warn_once import say_once
+from ..eviction.evictor import Eviction
+from ..layer_state.base import LayerBase, Part
+from ..layer_state.group import DeviceSync
+from ..layer_state.query_statistics import QueryStatistics
+from ..store import SIDES
+from ..store.host import empty
+from .buffer_plan import make_plan, splits_room
+
+OWNERS: weakref.WeakValueDictionary[int, StepBuffer] = weakref.WeakValueDictionary()
+"""Buffers by their address, for prompts of compiled models."""
+
+
+LEAST_HEADROOM = 128
+"""Fewest tokens by which a captured buffer is ahead of need, so that no short context is captured at every page."""
+
+MOST_HEADROOM = 4096
+"""Most tokens by which a buffer is ahead: so many steps take half a minute, and capturing a fraction of a second."""
+
+
+def room_ahead(buffers: Sequence[StepBuffer], need: int, headroom: float, captured: bool) -> int:
+    """Logical columns that buffers of a cache that grows are made for when so many need a place.
+
+    Buffers are ahead by a share of what is held: of a long prompt that was evicted to a small budget, that is little.
+
+    Args:
+        buffers: of the layers.
+        need: columns.
+        headroom: the share; 0 for one page.
+        captured: whether steps over the buffers are captured.
+    """
+    stores = [(buffer, buffer.layer.store) for buffer in buffers if buffer.layer.store is not None]
+    held = [store.longest for buffer, store in stores if buffer.evicts_prompts_alone]
+    page = max(formats[0].page_size for _, store in stores for formats in store.format.runs)
+    least = LEAST_HEADROOM if captured and headroom else page
+    share = int(max(held, default=need) * headroom)
+    return need + max(least, min(share, MOST_HEADROOM))
+
+
+class StepBuffer(Part):
+    """Gives what a layer holds fixed addresses.
+
+    Attributes:
+        tensor: u8, the buffer; None while the layer grows as any does.
+        pages: u8, memory of pages that are offloaded; None where they lie in the buffer.
+        state: its tensors.
+        plan: its layout.
+        spec: name of the plan.
+        room: most logical columns that it has room for; the capacity, where there is one.
+        open: whether the device has sealed tokens that its counters do not count yet.
+        queries_per_head: query heads of a KV head.
+        sync: what the cache's layers know together of steps.
+    """
+
+    sync: DeviceSync
+
+    def __init__(self, layer: LayerBase, queries: QueryStatistics | None, eviction: Eviction[Any] | None) -> None:
+        super().__init__(layer)
+        self.queries, self.eviction = queries, eviction
+        self.queries_per_head = 1
+        self._release()
+        self.room = layer.capacity or 0
+
+    def _release(self) -> None:
+        self.tensor: Tensor | None = None
+        self.pages: Tensor | None = None
+        self.state: StepState | None = None
+        self.plan: StepPlan | None = None
+        self.spec = ""
+        self.open = False
+
+    @property
+    def evicts_prompts_alone(self) -> bool:
+        """True if tokens of prompts are evicted, and all stay that are generated."""
+        return self.eviction is not None and not self.eviction.trims_steps
+
+    @property
+    def follows_prompts(self) -> bool:
+        """True if the room of a fixed capacity follows from what prompts leave: how many tokens, or in which runs."""
+        return self.evicts_prompts_alone or (self.eviction is None and splits_room(self.layer))
+
+    def forget(self) -> None:
+        """Forgets what steps have left in the buffer, which stays."""
+        self.open = False
+        if self.state is not None:
+            for part in (self.state.new, self.state.sealed, self.state.flag, self.state.sums, self.state.counts):
+                part.zero_()
+
+    def start(self) -> None:
+        """Takes the buffer that an empty layer still has, if it is of the shape that is wanted now."""
+        layer = self.layer
+        store = layer.held()
+        for side in SIDES if self.replays and self.eviction is None else ():
+            # Tails are made as long as in a buffer while nothing is there that would have to move.
+            store.grow_tail(side, store.tail_limit[side], True)
+        if (
+            layer.capacity is None
+            and self.tensor is not None
+            and (self.tensor.device != layer.device or self._plan_for(self.room, self.plan) != self.plan)
+        ):
+            self.leave()
+        if layer.capacity is None or not self.follows_prompts:
+            self.bind()
+        # The room of other schemes follows from the prompt.
+
+    def _plan_for(self, room: int, before: StepPlan | None) -> StepPlan | None:
+        return make_plan(self.layer, room, before, self.eviction, self.queries_per_head)
+
+    def bind(self) -> None:
+        """Brings what the store holds into the buffer, wherever an operation has left it; makes the buffer if need be.
+
+        A buffer of another shape has another address: graphs are then recorded anew. A layer that grows has a buffer
+        from its first recorded step on only: see `make_room`. If anything fails, there is none.
+        """
+        layer, store = self.layer, self.layer.store
+        if store is None or not self.room:
+            return
+        try:
+            plan = self._plan_for(self.room, self.plan)
+            if plan is None:
+                # A stale buffer would be read by the next recorded step.
+                self.drop()
+                return
+            if layer.capacity is None and self.plan not in (None, plan):
+                # It had room for something else: the next recorded step makes a buffer for what is there.
+                self.leave()
+                return
+            if plan != self.plan or self.tensor is None or self.tensor.device != store.device:
+                self._allocate(plan, store.device)
+            assert self.state is not None, "made with the buffer"
+            store.move_into(self.state, plan.blocks)
+            self._write_queries()
+        except BaseException:
+            # Out of memory, most likely. What the store holds is whole, wherever it lies.
+            self.drop()
+            raise
+
+    def _allocate(self, plan: StepPlan, device: torch.device) -> None:
+        old = self.state
+        # Zeros: see `PageFormat.allocate`.
+        with torch.inference_mode(False):
+            # Inference tensors could not be written by steps outside of inference mode.
+            tensor = torch.zeros(buffer_bytes(plan), dtype=torch.uint8, device=device)
+        pages = empty(buffer_bytes(plan, True), device).zero_() if plan.offloaded else None
+        if not torch.compiler.is_compiling():
+            for x in (tensor, pages):
+                if x is not None:
+                    torch._dynamo.mark_static_address(x)
+        self.tensor, self.pages, self.plan, self.spec = tensor, pages, plan, plan.spec
+        with torch.inference_mode(False):
+            self.state = state = views_of_buffer(tensor, plan, pages)
+        OWNERS[tensor.data_ptr()] = self
+        self.sync.buffers = None
+        for part in (state.new, state.sealed, state.flag, state.sums, state.counts):
+            part.zero_()
+        state.weight.zero_()
+        if old is not None and old.query.shape == state.query.shape and old.query.device == device:
+            state.query.copy_(old.query)
+        else:
+            state.query.zero_()
+
+    def _write_queries(self) -> None:
+        state, queries = self.state, self.queries
+        if state is None or not state.sums.numel():
+            return
+        if queries is None or queries.sums is None or queries.counts is None:
+            state.sums.zero_()
+            state.counts.zero_()
+        else:
+            state.sums.copy_(queries.sums.view_as(state.sums))
+            # Counts are by head first; rows of the store may be heads.
+            state.counts.copy_(
+                queries.counts.view_as(state.counts) if self._fold == 1 else queries.counts.T.reshape(1, -1)
+            )
+
+    @property
+    def replays(self) -> bool:
+        """True if steps over the buffer are captured and replayed."""
+        return self.sync.captured and self.layer.device.type in RECORDERS
+
+    def room_for(self, need: int) -> int:
+        """See `room_ahead`; the same for all layers of a step where steps are captured."""
+        sync = self.sync
+        if not self.replays:
+            return room_ahead([self], need, sync.headroom, False)
+        if need != sync.room[0]:
+            sync.room = need, room_ahead([each.buffer for each in sync.members], need, sync.headroom, True)
+        return sync.room[1]
+
+    def find_room(self, need: int) -> bool:
+        """True if there is room for so many logical columns; the buffer of a layer that grows is made, if need be."""
+        if self.tensor is not None and need <= self.room:
+            return True
+        if self.layer.capacity is not None:
+            return False
+        try:
+            self.make_room(self.room_for(need))
+        except torch.OutOfMemoryError:
+            say_once("There is not enough memory for the buffers of steps; they go one operation after the other.")
+        return self.tensor is not None
+
+    def make_room(self, room: int) -> None:
+        """Moves into a buffer for so many logical columns, which may be the first one."""
+        self.close()
+        self.room, self.plan = room, None
+        self.bind()
+
+    def leave(self) -> None:
+        """Takes what is stored out of the buffer, and grows like any layer until a step is recorded again."""
+        layer = self.layer
+        if self.state is not None and layer.store is not None:
+            self.close()
+            layer.store = copy.deepcopy(layer.store)
+        self.drop()
+
+    def memory(self) -> list[Tensor]:
+        """Memory of the device that the buffer takes."""
+        state = self.state
+        if self.tensor is None or state is None:
+            return []
+        return [self.tensor] if state.ahead is None else [self.tensor, state.ahead.target]
+
+    def drop(self) -> None:
+        """Forgets the buffer, in which nothing lies any longer."""
+        self._release()
+        self.room, self.sync.buffers = self.layer.capacity or 0, None
+
+    @property
+    def allocation(self) -> Allocation:
+        """The buffer with its views and layout."""
+        if self.tensor is None or self.state is None or self.plan is None:
+            raise AssertionError("asked of a layer that has a buffer")
+        return Allocation(self.tensor, self.pages, self.state, self.plan)
+
+    def take_over(self, allocation: Allocation, room: int) -> None:
+        """Takes over the buffer of a layer that is gone, for an empty layer; nothing of its last step is pending."""
+        tensor, _, state, plan = allocation
+        for part in (state.new, state.sealed, state.flag, state.sums, state.counts, state.weight, state.query):
+            part.zero_()
+        self.tensor, self.pages, self.state, self.plan = allocation
+        self.spec, self.room = plan.spec, room
+        OWNERS[tensor.data_ptr()] = self
+
+    def close(self) -> None:
+        """Lets the device's counters count what the last step has sealed; asks it nothing."""
+        if self.state is not None and self.plan is not None and self.open:
+            settle(self.state, self.plan)
+            self.open = False
+            if self.queries is not None and self.state.sums.numel():
+                self._read_queries(self.state, self.queries)
+
+    @lasting
+    def _read_queries(self, state: StepState, queries: QueryStatistics) -> None:
+        sums, counts, fold = state.sums.clone(), state.counts.clone(), self._fold
+        queries.sums = sums.view(-1, self.layer.heads, sums.shape[2])
+        queries.counts = counts if fold == 1 else counts.view(-1, fold).T.contiguous()
+
+    @property
+    def _fold(self) -> int:
+        return 1 if self.plan is None else self.plan.fold
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the buffer; of copies as well."""
+        room = self.layer.capacity or 0
+        gone = dict.fromkeys(("tensor", "pages", "state", "plan"))
+        return super().__getstate__() | gone | {"spec": "", "room": room}

@@ -1,0 +1,146 @@
+"""`BitTable`: how many bits tokens of each tag get (TriAxialKV), as a JSON file that names its calibration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hfkvq.bounded import DAMAGE, load_json
+
+KIND = "hfkvq.bit_table"
+
+# Says nothing about what the keys and values of a model are.
+_INCIDENTAL = ("name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "attn_implementation")
+
+
+def _digest(thing: Any) -> str:
+    text = json.dumps(thing, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _essential(thing: Any) -> Any:
+    if isinstance(thing, Mapping):
+        kept = {str(key): value for key, value in thing.items() if not any(word in str(key) for word in _INCIDENTAL)}
+        return {key: _essential(value) for key, value in kept.items()}
+    return thing
+
+
+def config_hash(config: Any) -> str:
+    """Sixteen hex digits of a model config: the same for the same architecture, whatever its path or dtype."""
+    return _digest(_essential(config.to_dict()))
+
+
+def template_hash(tokenizer: Any) -> str:
+    """Sixteen hex digits of a tokenizer's chat template."""
+    return _digest(getattr(tokenizer, "chat_template", None))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Source of a calibration.
+
+    Attributes:
+        model: name or path, for people.
+        config: `config_hash` of the model.
+        template: `template_hash` of the tokenizer.
+        data: hash of the conversations.
+        requests: number of requests measured.
+        layers: indices of the layers measured.
+        versions: of hfkvq, torch and transformers.
+    """
+
+    model: str = ""
+    config: str = ""
+    template: str = ""
+    data: str = ""
+    requests: int = 0
+    layers: tuple[int, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Origin:
+        """Inverse of ``dataclasses.asdict``, also after JSON."""
+        return Origin(**{**values, "layers": tuple(values.get("layers", ()))})
+
+
+@dataclass(frozen=True)
+class BitTable:
+    """Bits of tokens by tag, such as ``{"older|text|obs": 2}``, and the calibration that they follow from.
+
+    Attributes:
+        bits: 2 or 4 by tag.
+        origin: of the calibration.
+        budget: B, mean code bits a token that the allocation was held to.
+        distortion: (D_k(2), D_k(4)) by tag: error of attention with its tokens in 2 and in 4 bits.
+        counts: N_k by tag: its tokens in the conversations.
+    """
+
+    bits: Mapping[str, int]
+    origin: Origin
+    budget: float
+    distortion: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+    def check(self, config: Any, tokenizer: Any = None) -> None:
+        """Raises ValueError if the table was made for another model or chat template.
+
+        Args:
+            config: of the model that is to use it.
+            tokenizer: its tokenizer; None leaves the template unchecked.
+        """
+        pairs = [("model", self.origin.config, config_hash(config))]
+        if tokenizer is not None:
+            pairs.append(("chat template", self.origin.template, template_hash(tokenizer)))
+        for what, made_for, given in pairs:
+            if made_for != given:
+                raise ValueError(
+                    f"table: it was calibrated for another {what} ({self.origin.model or 'unnamed'}, {made_for}) than "
+                    f"this one ({given}); calibrate again with `hfkvq calibrate`, or pass the plain table.bits if you "
+                    "know that it fits."
+                )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the table as JSON."""
+        text = json.dumps({"kind": KIND, **asdict(self)}, indent=2)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> BitTable:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: there is no such file, or it holds something else.
+        """
+        values = read_json(path, KIND, "table", "hfkvq allocate")
+        try:
+            return BitTable(
+                {str(tag): int(bits) for tag, bits in values["bits"].items()},
+                Origin.from_dict(values["origin"]),
+                float(values["budget"]),
+                {tag: (float(pair[0]), float(pair[1])) for tag, pair in values.get("distortion", {}).items()},
+                {tag: float(count) for tag, count in values.get("counts", {}).items()},
+            )
+        except DAMAGE as error:
+            raise ValueError(f"table: {path} is damaged ({error}); make it again with `hfkvq allocate`.") from None
+
+
+def read_json(path: str | Path, kind: str, name: str, maker: str) -> dict[str, Any]:
+    """A JSON object whose "kind" is ``kind``.
+
+    Raises:
+        ValueError: no such file, no JSON, or another kind; names the argument ``name`` and the command ``maker``.
+    """
+    try:
+        values = load_json(path)
+    except OSError as error:
+        raise ValueError(f"{name}: {path} cannot be read ({error.strerror}); make it with `{maker}`.") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {path} is not JSON ({error}).") from None
+    if not isinstance(values, dict) or values.get("kind") != kind:
+        found = values.get("kind") if isinstance(values, dict) else type(values).__name__
+        raise ValueError(f"{name}: {path} holds {found!r}, expected {kind!r} as `{maker}` writes it.")
+    return values
