@@ -37,8 +37,8 @@ def prompt_attention(module: Any, query: Tensor, keys: Tensor, values: Tensor, a
         return dense_attention(module, query, keys, values, arguments)[0]
     asked = SDPAParams(query, keys, values, None, 0.0, True, True)
     if LONG <= tokens == keys.shape[2] and can_use_cudnn_attention(asked):
-        own = (_padded(x, -(-tokens // STEP) * STEP) for x in (query, keys, values))
-        out = F.scaled_dot_product_attention(*own, is_causal=True, scale=arguments.scaling, enable_gqa=True)
+        q, k, v = (_padded(x, -(-tokens // STEP) * STEP) for x in (query, keys, values))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=arguments.scaling, enable_gqa=True)
     else:
         with WITHOUT_CUDNN:
             out = lower_right(query, keys, values, arguments.scaling)
