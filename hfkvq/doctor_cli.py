@@ -208,7 +208,7 @@ def _notes(record: Record) -> list[str]:
 
 
 def report_lines(record: Record) -> list[str]:
-    """What a bug report needs: model, machine, versions and figures, in plain text."""
+    """Block for a bug report: model, machine, versions and figures, in plain text."""
     shapes = [
         f"{one['heads']} query and {one['kv_heads']} KV heads of {one['head_dim']}"
         + f", window {one['window']}" * bool(one["window"])

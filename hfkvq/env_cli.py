@@ -21,7 +21,7 @@ def environment() -> dict[str, str]:
 
     found = versions(*PACKAGES)
     source = commit()
-    # Of a package the version says it all; where it lies is nobody's business.
+    # A package is named by its version; its folder stays private.
     said = {"hfkvq": f"{hfkvq.__version__}, {f'checkout at {source}' if source else 'package'}"}
     said |= {"python": str(found["python"]), "platform": platform.platform()}
     said |= {name: found[name] or "not installed" for name in PACKAGES}

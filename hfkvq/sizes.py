@@ -44,7 +44,7 @@ def parse_size(size: str | int, name: str = "size") -> int:
     unit = None if match is None else _UNITS.get(match[2].lower())
     found = size if isinstance(size, int) else 0 if match is None or unit is None else int(float(match[1]) * unit)
     if match is not None and not match[2] and 1 <= found < 2**20:
-        # Nobody means so few bytes.
+        # So few bytes are a mistake.
         raise ValueError(f"{name}: got {size!r} without a unit; write {match[1]}GiB or {match[1]}MiB.")
     if found < 1:
         raise ValueError(f"{name}: got {size!r}, allowed a size such as '24GiB', '24GB' or '500MiB'.")

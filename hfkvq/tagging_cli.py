@@ -1,4 +1,4 @@
-"""What ``hfkvq tag`` reads and prints."""
+"""Input and output of ``hfkvq tag``."""
 
 from __future__ import annotations
 

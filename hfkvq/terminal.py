@@ -1,4 +1,4 @@
-"""What commands share: options, a console, errors without a traceback, and small parsers."""
+"""Shared parts of commands: options, a console, errors without a traceback, and small parsers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hfkvq.sizes import parse_count
 if TYPE_CHECKING:
     import torch
 
-# What is piped has no width of its own; the 80 columns that rich then takes would fold the tables.
+# A pipe has no width; the 80 columns that rich then takes would fold the tables.
 _PIPED_WIDTH, _UNKNOWN_WIDTH = 120, 80
 
 
@@ -121,7 +121,7 @@ def check_files(picture: str, json_file: Path | None, png_file: Path | None) -> 
 
 
 def print_notes(console: Console, notes: Iterable[str]) -> None:
-    """How to read what was printed, in small print."""
+    """Legend of the output, in small print."""
     for note in notes:
         console.print(note, style="dim", highlight=False)
 

@@ -22,8 +22,6 @@ LAYERS = (
 )
 
 
-
-
 def trees() -> dict[str, ast.Module]:
     return {module_name(path): parsed(path) for path in MODULES}
 
@@ -171,3 +169,24 @@ def test_stores_alone_change_their_state():
         and ast.unparse(node.value) != "self"
     }
     assert {module for module in found if not is_in(module, "hfkvq.caches.store")} == set()
+
+
+RIDDLES = re.compile(r"(What|Whether|How|Which|Where|Who|Whose|When|Those|That|Of|Or|Not|Nothing|Nobody|Somebody)\b")
+
+
+def test_docstrings_and_comments_name_their_object():
+    """CONTRIBUTING.md, "Errors, docstrings, comments": no first word is one of these."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = []
+    for path in MODULES:
+        for node in ast.walk(parsed(path)):
+            text = ast.get_docstring(node) if isinstance(node, kinds) else None
+            if text and RIDDLES.match(text):
+                found.append((module_name(path), text.splitlines()[0]))
+        before = ""
+        for line in path.read_text(encoding="utf-8").splitlines():
+            comment = line.strip()
+            if comment.startswith("# ") and not before.startswith("#") and RIDDLES.match(comment[2:]):
+                found.append((module_name(path), comment))
+            before = comment
+    assert found == []

@@ -140,7 +140,7 @@ class MixedKVCache(SavedCache, Cache):
             made.sync.headroom = headroom
         if made.captured and made.sync is not None:
             self.graphs = StepGraphs(self, self.preset, made.sync)
-        if attach and made.compressed:  # Else masks, too, stay as the model makes them: Moshi's do not slide.
+        if attach and made.compressed:  # Masks of other models stay as they are, too: Moshi's do not slide.
             switch(text, self)
         if isinstance(model_or_config, torch.nn.Module):
             self._meet(model_or_config)

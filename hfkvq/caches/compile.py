@@ -108,7 +108,7 @@ def layer_plan(scheme: Scheme, shape: LayerShape, dtype: torch.dtype, several: b
 def layers_of(
     schemes: Iterable[Scheme], shapes: Sequence[LayerShape], dtype: torch.dtype, several: bool = False
 ) -> list[Layer]:
-    """What kernels are compiled for: each scheme in each kind of layer.
+    """Cases that kernels are compiled for: each scheme in each kind of layer.
 
     Args:
         schemes: of layers, see `Scheme.in_layer`.

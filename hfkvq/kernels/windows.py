@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Sealing(NamedTuple):
-    """What a step seals.
+    """Tokens that a step seals.
 
     Attributes:
         local: newest tokens that stay as they are, of keys and of values.

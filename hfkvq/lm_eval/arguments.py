@@ -1,4 +1,4 @@
-"""What ``--model_args`` says of the cache, apart from what it says of the model; checked before the model is loaded."""
+"""Arguments of the cache in ``--model_args``, apart from the model's; checked before the model is loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOADING = frozenset(
 
 @dataclass(frozen=True)
 class CacheArguments:
-    """How requests are answered.
+    """Options of answering requests.
 
     Attributes:
         preset: of the cache; None is Transformers' own.

@@ -207,7 +207,7 @@ class Scorer:
     def _forward(self, ids: Tensor, mask: Tensor, cache: Cache, last_only: bool = False) -> Tensor:
         extra = {}
         if self._positions:
-            # As `generate` does: padding is no position.
+            # Padding is no position, as in `generate`.
             extra["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         if last_only and self._keep:
             extra["logits_to_keep"] = 1

@@ -178,7 +178,7 @@ class HFKVQ(HFLM):
         return make_cache(self._subject, preset, tagger=self._tagger)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes under "config": the model, and under "kvq" the cache with its figures."""
+        """Text that lm-eval writes under "config": the model, and under "kvq" the cache with its figures."""
         cache, model = self.cache_arguments, self._subject
         described: dict[str, Any] = {
             "preset": cache.asked,

@@ -1,1 +1,1 @@
-"""What measures caches: the demo, divergence from bf16, benchmarks, reports, and a small model to do it with."""
+"""Measurements of caches: the demo, divergence from bf16, the doctor, a kernel bench, and a small model."""

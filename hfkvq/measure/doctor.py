@@ -62,7 +62,7 @@ the median channel then has less than one."""
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """Amount of a measurement.
 
     Attributes:
         windows: of text.
@@ -187,7 +187,7 @@ def reason(verdict: str, against: Sequence[str], preset: Preset, keys: Record | 
 
 
 def _answers(subject: Subject, batches: Mapping[str, list[Batch]], preset: Preset | None) -> dict[str, list[bool]]:
-    """Of each task, which answers are right through the cache."""
+    """Right answers of each task through the cache."""
     found: dict[str, list[bool]] = {}
     for task, parts in batches.items():
         right = found[task] = []
@@ -214,7 +214,7 @@ def _ask(subject: Subject, effort: Effort) -> tuple[dict[str, list[Batch]], dict
 def _diverge(
     subject: Subject, tokens: Tensor, presets: Mapping[str, Preset], effort: Effort, tell: Callable[[str, float], Any]
 ) -> tuple[Measured, dict[str, str]]:
-    """How far presets are from `DynamicCache`, and what was said of those whose logits are not numbers."""
+    """Divergence of presets from `DynamicCache`, and errors of those whose logits are not numbers."""
     left, broken = dict(presets), {}
     while True:
         try:

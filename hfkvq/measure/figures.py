@@ -1,4 +1,4 @@
-"""What was measured of the presets, as the package brings it along: `evals/docs.py --write` makes the file."""
+"""Figures of the presets that the package brings along: `evals/docs.py --write` makes the file."""
 
 from __future__ import annotations
 

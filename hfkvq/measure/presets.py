@@ -63,7 +63,7 @@ def _layers_words(scheme: Scheme, side: Side, head_dim: int) -> str:
 
 
 def whole_words(layout: Layout) -> str:
-    """What stays unquantized."""
+    """Unquantized tokens of a layout."""
     if all(fmt.bits == 16 for side in (layout.keys, layout.values) for fmt in side.formats):
         return "everything"
     parts = [f"first {layout.sink}"] if layout.sink else []
@@ -76,7 +76,7 @@ def whole_words(layout: Layout) -> str:
 
 
 def _newest(side: SideLayout) -> str:
-    """How many of the newest tokens wait unsealed, least to most."""
+    """Number of newest tokens that wait unsealed, least to most."""
     if all(fmt.bits == 16 for fmt in side.formats):
         return ""
     most = side.local + side.unit - 1
@@ -84,7 +84,7 @@ def _newest(side: SideLayout) -> str:
 
 
 def budget_words(scheme: Scheme) -> str:
-    """Which tokens stay; nothing where all do."""
+    """Kept tokens in words; empty where all stay."""
     if not isinstance(scheme, EvictionScheme):
         return ""
     held = scheme.tokens
@@ -120,7 +120,7 @@ def costly_choices(scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, str]:
             try:
                 reason = get_scheme(scheme, **{field.name: value}).limits(head_dim, head_dim).captured
             except ValueError:
-                # Not with the other knobs as they are.
+                # The other knobs rule it out.
                 continue
             if reason is not None:
                 found[f"{field.name}={value}" if word == "=" else f"{field.name} {word} {value}"] = reason
@@ -138,7 +138,7 @@ def _dims(scheme: Scheme, head_dim: int) -> tuple[int, int]:
 
 
 def _layers(scheme: Scheme) -> list[tuple[Scheme, int]]:
-    """What the layers of a model take, and how many of 100: shares of the depth count as they are written."""
+    """Schemes of a model's layers, and how many of 100 take each: shares of the depth count as they are written."""
     return list(Counter(scheme.in_layer(layer, 100) for layer in range(100)).items())
 
 
@@ -218,7 +218,7 @@ def knob_words(name: str, value: Any) -> str:
 
 
 def step_words(item: dict[str, Any]) -> list[str]:
-    """What steps lose, line by line; nothing where they lose nothing."""
+    """Limits of steps, line by line; empty where there are none."""
     lines = Limits(item["not_captured"], item["requantized"]).words()
     by_reason: dict[str, list[str]] = {}
     for choice, reason in item["costly_choices"].items():
@@ -275,7 +275,7 @@ def kept_bits(scheme: Scheme) -> str:
 
 
 def loss_words(preset: str) -> str:
-    """What the preset does to the perplexity of the real model."""
+    """Perplexity of the real model under the preset."""
     found = figure("loss", preset)
     return NOTHING if found is None else _change(found["perplexity_ratio"])
 
@@ -319,7 +319,7 @@ def schemes_table(width: int) -> Table:
 
 
 def schemes_notes() -> list[str]:
-    """How to read the table."""
+    """Legend of the table."""
     loss, steps = figures()["loss"], figures()["steps"]
     return [
         f"bits: per element in a long context, scales included, mean of keys and values, heads of {HEAD_DIM} channels; "

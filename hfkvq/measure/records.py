@@ -1,4 +1,4 @@
-"""What records of measurements say of themselves: date, versions, device; and the clock that they are made with."""
+"""Headers of records: date, versions, device; and the clock that they are made with."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def commit() -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """What the hardware calls itself."""
+    """Name of the hardware."""
     if device.type != "cuda":
         return platform.processor() or platform.machine()
     return torch.cuda.get_device_name(device)

@@ -161,7 +161,7 @@ class CompressedManager(ContinuousBatchingManager):
             ValueError: prompt and answer are longer than all blocks, or the prompt is empty.
         """
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        # Of several ranks, one takes requests.
+        # One of several ranks takes requests.
         if self.batch_processor is not None and getattr(self, "is_tp_driver", True):
             pages = self.batch_processor.cache.cache_allocators[FULL_ATTENTION]
             error = refusal_of_request(input_ids, new, pages.num_blocks * pages.tokens_per_page)
@@ -258,7 +258,7 @@ def _allocator(kind: type[CompressedPages]) -> Iterator[None]:
 
 
 class Usage(NamedTuple):
-    """What an engine holds at a moment.
+    """Memory of an engine at a moment.
 
     Attributes:
         requests: that it works on.
@@ -295,7 +295,7 @@ class Serving:
         self.manager: CompressedManager | None = None
         self.enabled, held = True, vars(model)
         earlier = getattr(held.get(ENTRY), "__self__", None)
-        # What nobody can disable any more shall not come back.
+        # A scheme that no code can disable any more must not come back.
         self._earlier = [] if earlier is None else [*earlier._earlier, weakref.ref(earlier)]
         # Found before the class's: the engine's entry points are methods of the model.
         held[ENTRY] = self._init
@@ -332,7 +332,7 @@ class Serving:
         return windowed(self.model.config, schemes_of(self.model.config, self.scheme))
 
     def usage(self) -> Usage:
-        """What the engine holds now; 0 of everything before it runs."""
+        """Memory of the engine now; 0 of everything before it runs."""
         processor = None if self.manager is None else self.manager.batch_processor
         if processor is None:
             return Usage(0, 0, 0, 0, 0.0)

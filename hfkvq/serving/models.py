@@ -1,4 +1,4 @@
-"""Which models and schemes the engine's blocks go with."""
+"""Models and schemes that the engine's blocks serve."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .slots import of_schemes
 
 
 def schemes_of(config: PreTrainedConfig, scheme: Scheme) -> tuple[Scheme, ...]:
-    """What each layer of a model takes."""
+    """Scheme of each layer of a model."""
     layers = text_config(config).num_hidden_layers
     return tuple(scheme.in_layer(layer, layers).shared for layer in range(layers))
 

@@ -106,7 +106,7 @@ class Columns(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the rows of a batch are, the same in all layers.
+    """Rows of a batch, the same in all layers.
 
     Attributes:
         table: i32 (R, N), blocks of each request.
@@ -205,7 +205,7 @@ class CompressedPages(FullAttentionCacheAllocator):
         """Bits per element of keys and values, every byte of a page counted."""
         return 8 * self.bytes_per_page / (2 * self.num_key_value_heads * self.head_dim * self.tokens_per_page)
 
-    # What batches with prompts are told: a number for each block, which the engine hands on as it is. Lists of each
+    # Batches with prompts are told a number for each block, which the engine hands on as it is. Lists of each
     # token's place, which the engine would make, are 350,000 numbers long for 43 requests of 8,192 tokens.
 
     def blocks_for(self, tokens: int) -> int:
@@ -271,7 +271,7 @@ class CompressedPages(FullAttentionCacheAllocator):
         return out
 
     def _step_rows(self, given: dict[str, Any], query: Tensor) -> Rows:
-        """Of a batch in which every request has one token; asks nobody, so that a graph can hold it."""
+        """Rows of a batch in which every request has one token; asks no device, so that a graph can hold it."""
         count = query.shape[2]
         ends = given["cu_seq_lens_k"][self.layer_type][: count + 1]
         lengths = (ends[1:] - ends[:-1]).to(torch.int32)
@@ -282,7 +282,7 @@ class CompressedPages(FullAttentionCacheAllocator):
         return Rows(table, past, new, (past % TAIL)[:, None], counters, tails=tails)
 
     def _batch_rows(self, given: dict[str, Any]) -> Rows | None:
-        """Of a batch with prompts, or parts of them: asks the device once for the lengths. None without a token."""
+        """Rows of a batch with prompts, or parts of them: asks the device once for lengths. None without a token."""
         columns, device = self._columns(given), given["cu_seq_lens_q"].device
         if columns is None:
             return None
@@ -304,7 +304,7 @@ class CompressedPages(FullAttentionCacheAllocator):
         return Columns.of(starts, starts_k, self.blocks_for)
 
     def _numbers(self, given: dict[str, Any]) -> Tensor:
-        """What `get_read_indices` has said of all requests: the engine hands it on if any has tokens already."""
+        """Answers of `get_read_indices` for all requests: the engine hands them on if any has tokens already."""
         read = given["read_index"][self.index]
         return read if read.numel() else given["write_index"][self.index]
 
@@ -351,7 +351,7 @@ class CompressedPages(FullAttentionCacheAllocator):
         return out
 
     def _dense(self, layer: int, at: int, table: Tensor, tokens: int) -> Tensor:
-        """What a request's blocks hold, (1, H, tokens, D)."""
+        """Tokens in a request's blocks, (1, H, tokens, D)."""
         side, form = SIDES[at], self.forms[layer]
         fmt = form.runs[0][at]
         ids = table[: -(-tokens // self.tokens_per_page)].long()
@@ -363,5 +363,5 @@ class CompressedPages(FullAttentionCacheAllocator):
 
 
 def arguments_of(scaling: float, given: dict[str, Any]) -> AttentionArguments:
-    """What the engine gives an attention function, as kernels take it."""
+    """Arguments of the engine's attention call, as kernels take them."""
     return AttentionArguments(scaling, softcap=given.get("softcap") or 0.0, sinks=given.get("s_aux"))

@@ -60,7 +60,7 @@ class SlotPages(CompressedPages):
     # Memory.
 
     def _window_shapes(self, slots: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Of a layer: sink keys, sink values, tail keys, tail values; sums and counts of queries, if there are any."""
+        """Windows of a layer: sink keys, sink values, tail keys, tail values; sums and counts of queries, if any."""
         heads, dim = self.num_key_value_heads, self.head_dim
         lengths = (self.sizes.sink, self.sizes.sink, *self.tails)
         found = [((slots, heads, length, dim), self.cache_dtype) for length in lengths]
@@ -132,7 +132,7 @@ class SlotPages(CompressedPages):
     # Blocks and slots of requests.
 
     def sealed(self, tokens: int, side: int) -> int:
-        """How many of so many tokens are sealed, of keys (0) or values (1)."""
+        """Number of sealed tokens among so many, of keys (0) or values (1)."""
         return sealed_target(max(tokens - self.sizes.sink, 0), 0, self.sizes.local[side], self.sizes.unit[side])
 
     def blocks_for(self, tokens: int) -> int:
@@ -183,7 +183,7 @@ class SlotPages(CompressedPages):
                 sums[dest], counts[:, dest] = sums[source], counts[:, source]
 
     def _named_blocks(self, request_id: str) -> list[int]:
-        """Of each block, and of the slot: see `WindowedPages._sort`."""
+        """Numbers of each block, and of the slot: see `WindowedPages._sort`."""
         slot, slots = self.slots[request_id], len(self._again)
         return [block * slots + slot for block in self.block_table[request_id]]
 

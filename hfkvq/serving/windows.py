@@ -156,21 +156,21 @@ class WindowedPages(SlotPages):
         again, weight = past, torch.empty(0, device=past.device)
         if self.observes:
             again, weight = self._begin_anew(slot, new[0] > 0), weight.new_empty(len(slot), heads, self.head_dim)
-            # Of the request that had the slot before.
+            # The slot's sums are of the request before.
             fresh = (past == 0).to(again.dtype)
             again = torch.stack([torch.maximum(again, fresh), fresh])
         counters = torch.stack([torch.zeros_like(past), past + 1, *before])
         return Steps(table, slot, counters, torch.stack(new), (places[0], places[1]), again, weight, columns)
 
     def _begin_anew(self, slot: Tensor, sealed: Tensor | int) -> Tensor:
-        """Whether statistics of slots begin anew now (i32), and notes whether the next step's do."""
+        """Flags of slots whose statistics begin anew now (i32); notes those of the next step."""
         at = slot.long()
         again = self._again[at]
         self._again[at] = sealed.int() if isinstance(sealed, Tensor) else sealed
         return again
 
     def _sort(self, given: dict[str, Any]) -> None:
-        """Of a batch with prompts, or parts of them: asks the device for lengths and slots."""
+        """Rows of a batch with prompts, or parts of them: asks the device for lengths and slots."""
         slots, device = len(self._again), self._again.device
         columns = self._columns(given)
         self._first, self._prompts, self._steps = None, [], None
@@ -228,7 +228,7 @@ class WindowedPages(SlotPages):
         return attend_and_seal(query, query, 1, arguments, state, plan)
 
     def _plan(self, layer: int, rows: int, blocks: int) -> StepPlan:
-        """What steps of so many requests do."""
+        """Plan of steps of so many requests."""
         plan = self._plans.get((layer, rows, blocks))
         if plan is None:
             layout, dim = self.layouts[layer], self.head_dim

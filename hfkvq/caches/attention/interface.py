@@ -105,7 +105,7 @@ def _in_tiles(x: Tensor, tiles: int) -> Tensor:
 
 
 def _causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
-    """What no mask means, as stock sdpa reads it."""
+    """Causality of a call without a mask, as stock sdpa reads it."""
     asked = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if asked is None else asked)
 
@@ -149,7 +149,7 @@ def hfkvq_mask(
         plain = plain and mask_function is causal_mask_function
         if plain and _is_newest(q_length, kv_length, q_offset, kv_offset):
             columns = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
-            # Asked once a forward, as stock code asks of a first prompt.
+            # The device is asked once a forward, as stock code does for a first prompt.
             if columns is None or (columns.shape[1] == kv_length and bool(columns.all())):
                 return None
         allow_is_causal_skip = False
@@ -186,7 +186,7 @@ _WINDOW = sliding_window_causal_mask_function(1)
 
 
 def _codes(mask_function: Any) -> list[Any]:
-    """What a mask function is made of: the code of it, and of the functions that it joins."""
+    """Code objects of a mask function and of the functions that it joins."""
     cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
     joined = next((each for each in cells if isinstance(each, tuple)), ())
     return [getattr(each, "__code__", each) for each in (mask_function, *joined)]

@@ -110,7 +110,7 @@ class CapturedGraph:
         # The cache keeps its graphs, which must not keep the cache.
         self._cache_at = [leaf is cache for leaf in leaves]
         self._leaves = [None if leaf is cache else leaf for leaf in leaves]
-        # Last: it lives as long as the graphs do.
+        # The pool comes last: it lives as long as the graphs do.
         self._pool = pool
 
     def replay(self, cache: Any) -> Any:

@@ -13,7 +13,7 @@ from ..store import KVStore
 
 
 class Budget(NamedTuple):
-    """What a KV head of a row may hold.
+    """Budget of a row's KV head.
 
     Attributes:
         tokens: the most tokens, where the budget counts them.

@@ -1,4 +1,4 @@
-"""What a layer does for any scheme that evicts: keeps the queries by which tokens are judged, and scores' history."""
+"""Evictor of a layer, for any scheme that evicts: keeps the queries that judge tokens, and scores' history."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Eviction(Part, Generic[S]):
     def forget(self) -> None:
         """Forgets all tokens."""
         self.trim_at = 0
-        # Of the running attention call: queries that are no padding (B, n), and rows for which it is a prompt (B,).
+        # Running attention call: queries that are no padding (B, n), and rows for which it is a prompt (B,).
         self._real: Tensor | None = None
         self._fresh: Tensor | None = None
         self.pending: Observation | None = None
@@ -84,7 +84,7 @@ class Eviction(Part, Generic[S]):
         """Tokens seen at which a row may outgrow its budget."""
         raise NotImplementedError
 
-    # What steps that are recorded ask.
+    # Recorded steps read these.
 
     @property
     def trims_steps(self) -> bool:
@@ -167,7 +167,7 @@ class Eviction(Part, Generic[S]):
     def judge_pending(self) -> None:
         """Judges what is stored by the queries that have been kept, and trims what has outgrown its budget."""
         seen, store = self.pending, self.store()
-        # Nothing but padding so far, perhaps.
+        # Rows may hold nothing but padding so far.
         if seen is not None and store.longest:
             with unchanged_on_error([self, self.layer, store]):
                 self._judge(seen)
@@ -197,7 +197,7 @@ class Eviction(Part, Generic[S]):
     # Files.
 
     def pack(self) -> Packed:
-        """What it holds between forwards, for a file."""
+        """Contents between forwards, for a file."""
         given = self.arguments
         numbers = {"trim_at": self.trim_at, "arguments": [given.scaling, given.softcap, given.causal]}
         held = {"scores": self.scores, "sinks": given.sinks}

@@ -19,7 +19,7 @@ from ..store import Padding
 
 
 class Choice(NamedTuple):
-    """What stays of a first prompt, as `KVStore.extend` takes it.
+    """Choice of a first prompt's tokens, as `KVStore.extend` takes it.
 
     Attributes:
         keys: (B, H, n, Dk), each KV head's own tokens, in order.
@@ -74,7 +74,7 @@ def choose(
         return None
     lengths = torch.tensor([tokens - lead for lead in ([0] if padding is None else padding.amounts)])
     rooms: list[int] = scheme.room(lengths, lengths, layer, layers, hold).tolist()
-    # Nothing but padding has nothing to choose from.
+    # Rows of padding alone have nothing to choose from.
     if not max(rooms) or (rooms == lengths.tolist() and not scheme.asks_every_step):
         return None
     lead = None if padding is None else padding.lead.to(keys.device).long()
@@ -89,7 +89,7 @@ def choose(
     room = scheme.room(length, length, layer, layers, hold)
     folded = [x.repeat_interleave(heads) for x in (length, room, lead)]
     stays = keep_mask(scores, folded[0], folded[1], scheme.first, newest)
-    # Those that stay are last, in order; what is before them in shorter rows is padding now.
+    # Kept tokens come last, in order; columns before them in shorter rows are padding now.
     rank = stays.to(torch.int8).argsort(dim=1, stable=True)[:, -most:]
     columns = (rank + folded[2][:, None]).clamp(max=tokens - 1)
     after = Padding((most - room).int(), frozenset(most - own for own in rooms), None)

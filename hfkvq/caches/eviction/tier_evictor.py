@@ -1,4 +1,4 @@
-"""What a layer does for a scheme of tiers: what stays is whole or in few bits."""
+"""Evictor of a layer for a scheme of tiers: kept tokens are whole or in few bits."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class TierEvictor(Eviction[TieredEviction]):
             return 0
         if not store.seals_widely or sizes.sink or not alike:
             return 0
-        # As many as the budget could hold in few bits.
+        # The number is what the budget could hold in few bits.
         best = int(policy.kept(torch.tensor([past]), torch.zeros(1), costs, torch.ones(1, dtype=torch.bool)))
         # All whole, they would be many bytes where a whole token takes more than two in few bits.
         budget, held = policy.budget_bytes, (best + newest) * costs[1]
@@ -151,7 +151,7 @@ class TierEvictor(Eviction[TieredEviction]):
             self.group.report(self.prompts)
 
     def _statistics(self, found: Evidence) -> list[Tensor]:
-        """Of some folded rows; none where nobody asks attention."""
+        """Attention of some folded rows; None where no scheme asks for it."""
         policy = self.policy
         return [] if found.attention is None else [policy.layer_statistics(found.attention, found.past(policy.window))]
 

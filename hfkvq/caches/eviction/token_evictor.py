@@ -1,4 +1,4 @@
-"""What a layer does for a scheme that only evicts: what stays lies in the pages of another scheme."""
+"""Evictor of a layer for a scheme that only evicts: kept tokens lie in the pages of another scheme."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
         self._plan_trim()
         return True
 
-    # What the host knows of rows.
+    # The host's knowledge of rows.
 
     def _rows_at_length(self, seen: int) -> Rows:
         """Rows once ``seen`` tokens had come, of which none has been evicted since the last trim."""
@@ -172,7 +172,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
         self._plan_trim()
 
     def _rows_after(self, prompt: bool) -> Rows:
-        """What rows will be like once they are trimmed; of a few tokens, which may be a prompt for some, either."""
+        """States of rows once they are trimmed; a few tokens, which may be a prompt for some rows, give both."""
         given, held = torch.tensor(sorted(self._rows_at_length(self.layer.seen))).T
         kinds = ([True] if self._long else [False, True]) if prompt else [False]
         found: list[tuple[int, int]] = []

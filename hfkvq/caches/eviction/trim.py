@@ -1,4 +1,4 @@
-"""Which tokens of a store go on in how many bits, and which go."""
+"""Trims: widths of a store's tokens, and those that go."""
 
 from __future__ import annotations
 

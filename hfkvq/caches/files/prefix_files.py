@@ -43,7 +43,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def path_of(folder: Path, name: str) -> Path:
-    """Of a file."""
+    """Header of a file."""
     return folder / f"{name}{SUFFIX}"
 
 

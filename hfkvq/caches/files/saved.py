@@ -69,7 +69,7 @@ class SavedCache(WholeCache):
         write_file(path, *self.packed(token_ids))
 
     def packed(self, token_ids: Tensor | None = None) -> Packed:
-        """What `save` writes: a description, plain data, and tensors by name, where they are."""
+        """Contents that `save` writes: a description, plain data, and tensors by name, where they are."""
         self._catch_up()
         self._check_even()
         seen = int(self.get_seq_length())  # type: ignore[attr-defined]
@@ -156,7 +156,7 @@ class SavedCache(WholeCache):
         """
         for i, (layer, numbers) in enumerate(zip(self.layers, description["layers"], strict=True)):
             own = _below(f"layer{i}", tensors)
-            # First: tails are longer, so that tokens can be taken back.
+            # This comes first: tails are longer, so that tokens can be taken back.
             layer.record_past = numbers["record_past"] is True
             states = _states_of(layer)
             if (states is None) == (STATES in numbers):
@@ -188,7 +188,7 @@ class SavedCache(WholeCache):
             raise ValueError(str(error)) from error
 
     def _packed_beside(self) -> dict[str, Packed]:
-        """What the cache holds beside its layers, by name."""
+        """Contents of the cache beside its layers, by name."""
         return {}
 
     def _unpack_beside(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -196,7 +196,7 @@ class SavedCache(WholeCache):
             raise ValueError("it has tags of tokens; load it with TriAxialCache.load(path, model, tokenizer=tokenizer)")
 
     def architecture(self) -> dict[str, str]:
-        """Of the model. A cache from a pickle has no config before it meets its model, but remembers this."""
+        """Type and config of the model. A cache from a pickle has no config before it meets its model, but remembers this."""
         own = getattr(self.config, "model_type", "")
         known = None if own else self._known_architecture
         return known or {"type": own, "config": config_hash(self.config)}

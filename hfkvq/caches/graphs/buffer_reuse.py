@@ -171,7 +171,7 @@ class Placement:
 
     @property
     def buffers(self) -> list[StepBuffer]:
-        """Of the layers, in the model's order."""
+        """Stores of the layers, in the model's order."""
         return [steps.buffer for steps in self.sync.members]
 
     def before_prompt(self, keys: Tensor) -> None:

@@ -79,7 +79,7 @@ class StepGraphs:
     def __init__(self, cache: WholeCache, preset: Any, sync: DeviceSync) -> None:
         self.sync = sync
         sync.captured = True
-        # Of the last capture that has failed.
+        # Reason of the last capture that failed.
         self._why = ""
         self._failed: dict[Any, str] = {}
         self._preset = repr(preset)
@@ -157,12 +157,12 @@ class StepGraphs:
         if rest.get("output_attentions") or getattr(model.config, "output_attentions", False):
             return "it returns attention weights"
         for name in _KINDS_OF_TOKENS if "position_ids" in tensors else ():
-            # Of all tokens so far, as Transformers 5.17 has it: each step would be of another shape.
+            # Transformers 5.17 passes kinds of all tokens so far, so each step would have another shape.
             if name in tensors:
                 tensors[name] = tensors[name][..., -tokens:]
         mask = tensors.pop("attention_mask", None)
         if mask is not None and (mask.dim() != 2 or mask.shape[1] != first.seen + sync.ahead + tokens):
-            # Of four dimensions, say: of another shape in each step.
+            # Masks of other dimensions have another shape in each step.
             return None
         return Step(tokens, tensors, mask, rest)
 
@@ -186,7 +186,7 @@ class StepGraphs:
             # A model that is not told positions may work them out from the mask, which is left out or widened here.
             if (masked or padded) and not placed:
                 return False, None
-            # What layers with states make of a wider mask is not known.
+            # Layers with states may read a wider mask in another way.
             alone = step.tokens > 1 or any(steps.trims for steps in sync.members) or self.placement.states.layers
             if masked and alone:
                 return False, None
@@ -198,7 +198,7 @@ class StepGraphs:
         if recorded is not None and recorded.model() is model and recorded.fingerprint == interceptor.fingerprint():
             return True, self._replay(recorded, tensors, cache, step)
         if recorded is not None:
-            # Of a model that is another now.
+            # The graphs are of a model that has changed since.
             del buffers.recordings[key]
         reason = interceptor.check_hooks()
         if reason is not None:
@@ -229,7 +229,7 @@ class StepGraphs:
             return False, None
 
     def _setting(self, model: Any) -> Any:
-        """What a model's arithmetic depends on beside its arguments."""
+        """Settings that a model's arithmetic depends on beside its arguments."""
         config = getattr(model, "config", None)
         stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
         return (
@@ -292,7 +292,7 @@ class StepGraphs:
             with inside_call(), recording(), self.placement.states.as_before():
                 graph = RECORDERS[device.type](self._devices(device), run, cache)
         except Exception as error:
-            # Nothing was carried out.
+            # The replay was not carried out.
             self._why = f"its forward cannot be captured ({type(error).__name__}: {str(error).splitlines()[0]})"
             return None
         finally:
@@ -301,7 +301,7 @@ class StepGraphs:
         return Recording(graph, inputs, reference, interceptor.fingerprint())
 
     def _devices(self, first: torch.device) -> list[torch.device]:
-        """Where a step runs, the device of its input first."""
+        """Devices of a step, that of its input first."""
         held = [steps.layer.device for steps in self.sync.members]
         return list(dict.fromkeys([first, *held, *(x.device for x in self.placement.states.tensors())]))
 
@@ -313,7 +313,7 @@ class StepGraphs:
 
     def before_prompt(self, keys: Tensor) -> None:
         """An empty cache is about to be filled: see `Placement.before_prompt`."""
-        # What stood in the way may be gone.
+        # The obstacle may be gone.
         self._failed.clear()
         self.placement.before_prompt(keys)
 

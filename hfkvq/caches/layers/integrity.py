@@ -1,4 +1,4 @@
-"""Whether what layers hold contradicts itself."""
+"""Checks of layers' contents against each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scheme is: frozen knobs, a static layout, and at most one function that returns widths."""
+"""Base of schemes: frozen knobs, a static layout, and at most one function that returns widths."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def knob(
 
 
 class Limits(NamedTuple):
-    """What steps lose by a scheme's choices: the reason, or None where they lose nothing.
+    """Limits of a scheme's steps: the reason for each, or None.
 
     Attributes:
         captured: why steps can be neither captured as CUDA graphs nor compiled.
@@ -66,7 +66,7 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How many bits each channel and token deserves. Stateless: fields are knobs, state is passed in.
+    """Policy of bits for channels and tokens. Stateless: fields are knobs, state is passed in.
 
     A subclass registers itself under ``name``, and its ``presets`` under their names. It defines ``layout`` and at most
     one of ``channel_rule``, ``channel_bits`` and ``token_bits``.
@@ -117,7 +117,7 @@ class Scheme:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the scheme must observe: a subset of {"query", "history", "tags", "turns"}.
+        """Observations that the scheme needs: a subset of {"query", "history", "tags", "turns"}.
 
         Of queries, magnitudes are averaged, by which channels are weighed: of those since the last seal, with
         "history" of all since the first.
@@ -128,7 +128,7 @@ class Scheme:
         return frozenset()
 
     def in_layer(self, layer: int, layers: int) -> Scheme:
-        """What one of a model's layers takes, counted from 0: the scheme itself, unless its layers differ."""
+        """Scheme of one of a model's layers, counted from 0: the scheme itself, unless its layers differ."""
         return self
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
@@ -212,7 +212,7 @@ class Scheme:
         """
         return type(self).token_bits is not Scheme.token_bits
 
-    # What steps lose.
+    # Limits of steps.
 
     def seals_widely(self, layout: Layout) -> bool:
         """True if tokens without a tag go to the last of several runs, and nothing else has to be known of them."""
@@ -220,7 +220,7 @@ class Scheme:
         return plain and self.untagged_is_wide
 
     def limits(self, key_dim: int, value_dim: int) -> Limits:
-        """What steps lose by the scheme's choices, for heads of these dimensions."""
+        """Limits of steps by the scheme's choices, for heads of these dimensions."""
         layout = self.layout(key_dim, value_dim)
         return Limits(self._captured_limit(layout, key_dim))
 
@@ -235,7 +235,7 @@ class Scheme:
         return None
 
     def searched(self) -> dict[str, tuple[float, float] | list[Any]]:
-        """What the tuner searches unless told otherwise: ranges and choices by knob, as the knobs name them."""
+        """Search space of the tuner, unless told otherwise: ranges and choices by knob, as the knobs name them."""
         ranges = {field.name: field.metadata.get("search") for field in dataclasses.fields(self)}
         return {name: search for name, search in ranges.items() if search is not None}
 
@@ -277,7 +277,7 @@ def warn_of_limits(scheme: Scheme, key_dim: int, value_dim: int) -> None:
 
 
 def latent_layout(scheme: Scheme, rank: int, rope_dim: int) -> Layout | None:
-    """How a scheme holds latents of this rank with their rotary parts, for steps to attend to them as they are.
+    """Layout of latents of this rank with their rotary parts, for steps to attend to them as they are.
 
     None where steps cannot: latents are then dequantized and expanded in each.
     """

@@ -1,4 +1,4 @@
-"""What a scheme's docstring says of its knobs, for help and for the docstrings of the caches named after schemes."""
+"""Texts of a scheme's knobs from its docstring, for help."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _own_texts(cls: type) -> dict[str, str]:
 
 
 def knob_texts(cls: type[Scheme]) -> dict[str, str]:
-    """What each knob of a scheme does, by name, in the order of its docstring.
+    """Texts of a scheme's knobs by name, in the order of its docstring.
 
     A class's own words go before those of the classes that it derives from; "see `TokenEviction`" stands for theirs.
     Nothing where Python was told to drop docstrings.

@@ -56,7 +56,7 @@ def register(scheme: type[Any]) -> None:
     Raises:
         ValueError: a name is another scheme's. Then nothing is taken.
     """
-    # Not inherited ones: those are the base's.
+    # Inherited presets are the base's, and left out.
     declared = vars(scheme).get("presets", {})
     entries = {
         name: each if isinstance(each, Entry) else Entry(knobs=each)

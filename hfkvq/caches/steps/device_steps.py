@@ -200,7 +200,7 @@ class DeviceSteps(Part):
         layer, tokens = self.layer, self.layer.staged_length
         if not 0 < tokens == queries <= self.most_tokens():
             return False
-        # First tokens of a row may be padding. Room is found whether or not a trim is due.
+        # A row's first tokens may be padding. Room is found whether or not a trim is due.
         if not layer.held().forecast().shortest or not self.buffer.find_room(layer.seen):
             return False
         if tokens > 1 and (arguments.mask is not None or not arguments.causal):

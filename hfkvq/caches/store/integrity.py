@@ -1,4 +1,4 @@
-"""Whether what a store holds contradicts itself."""
+"""Checks of a store's contents against each other."""
 
 from __future__ import annotations
 

@@ -41,11 +41,11 @@ class HostCounters(NamedTuple):
 
     @classmethod
     def empty(cls, counters: Tensor, states: frozenset[RowState]) -> HostCounters:
-        """Those of a store that holds nothing, with counters (n, B)."""
+        """Counters of a store that holds nothing, with counters (n, B)."""
         return cls(((0,) * counters.shape[1],) * counters.shape[0], states)
 
     def now(self, states: frozenset[RowState], sizes: WindowSizes) -> Counters | None:
-        """What they are when the store's states are these; None if anything else happened than that tokens came.
+        """Counters when the store's states are these; None if anything else happened than that tokens came.
 
         Rows in the same state change alike. If every state has only grown by the same number of tokens, no row has
         sealed anything, and just the lengths differ. Whatever else changes the counters must drop this copy.
@@ -71,7 +71,7 @@ def sealed_to_last_run(counters: Counters, sizes: WindowSizes, hold: int) -> Cou
 
 
 class SealSource(NamedTuple):
-    """Where the keys, or values, are that a seal reads: the tail, new tokens, or the tail with new tokens behind it.
+    """Source of a seal's keys, or values: the tail, new tokens, or the tail with new tokens behind it.
 
     Attributes:
         tensor: (B, H, L, D).
@@ -92,7 +92,7 @@ class SealSource(NamedTuple):
         return self.ring, self.tokens, self.tensor.shape[2]
 
     def columns(self, behind: Tensor, length: Tensor, sink: int) -> Tensor:
-        """Where tokens ``behind`` the sink stand (i32 (B, m)) in rows of these lengths (i32 (B,))."""
+        """Columns of tokens ``behind`` the sink (i32 (B, m)) in rows of these lengths (i32 (B,))."""
         if not self.tokens:
             return behind % self.ring
         new = behind + (sink + self.tokens - length)[:, None]
@@ -127,7 +127,7 @@ class RunTokens(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Which tokens go to which run, of all rows.
+    """Routes of all rows' tokens to runs.
 
     Attributes:
         runs: new tokens of each run; None where no row has any for it.
@@ -178,7 +178,7 @@ class ColumnTags:
         self._routes: dict[tuple[object, ...], tuple[Route, tuple[object, ...]]] = {}
 
     def tensors(self) -> list[Tensor]:
-        """What the routes hold."""
+        """Tensors of the routes."""
         return [tensor for route, _ in self._routes.values() for tensor in route.tensors()]
 
     def route(

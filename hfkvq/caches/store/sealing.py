@@ -96,7 +96,7 @@ def seal_last(
                 count, new, span, own = found.count[at], found.new[at], most[at], source
                 room = store.format.ring * fmt.page_size
                 if room and span > room and not from_tail:
-                    # What a window will have let go of has no page: no launch writes two blocks of one page.
+                    # Tokens that a window will have let go of have no page: no launch writes two blocks of one page.
                     end = -(-(count + new) // fmt.page_size) * fmt.page_size
                     skipped = torch.minimum(new, (end - room - count).clamp(min=0))
                     count, new, span = count + skipped, new - skipped, room

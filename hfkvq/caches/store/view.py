@@ -121,7 +121,7 @@ class StoreView:
         return self.state.counters[LENGTH]
 
     def forecast(self, tokens: int = 0, hold: int = 0) -> Forecast:
-        """What becomes of the rows with ``tokens`` more; see `hfkvq.caches.store.row_lengths.forecast`."""
+        """Forecast of the rows with ``tokens`` more; see `hfkvq.caches.store.row_lengths.forecast`."""
         return forecast(self.state.states, self.sizes, tokens, hold)
 
     def fits(self, tokens: int) -> bool:

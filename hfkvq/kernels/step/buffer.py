@@ -22,7 +22,7 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.b
 
 @dataclass(eq=False)
 class Ahead:
-    """How offloaded pages come to the device a layer ahead, in captured steps.
+    """Prefetch of offloaded pages to the device, a layer ahead, in captured steps.
 
     Attributes:
         source: u8, all pages, in pinned memory of the host.
@@ -183,7 +183,7 @@ def buffer_bytes(plan: StepPlan, offloaded: bool = False) -> int:
     return sum(part.size for part in _parts(plan) if part.offloaded == offloaded)
 
 
-# Of layers that are there, for steps that are given the buffer alone.
+# Prefetches of living layers, for steps that are given the buffer alone.
 _STATES: weakref.WeakValueDictionary[tuple[int, str], StepState] = weakref.WeakValueDictionary()
 
 

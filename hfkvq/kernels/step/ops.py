@@ -198,7 +198,7 @@ def _fetched(state: StepState) -> list[Tensor]:
         fetch(ahead)
     if side is not None and main is not None:
         main.wait_stream(side)
-        # What is launched next may begin before the launch before it has ended, but not before a copy has.
+        # A launch may begin before the launch before it has ended, but not before a copy has.
         ahead.mark.neg_()
     following = None if ahead.following is None else ahead.following()
     if following is not None:
@@ -236,7 +236,7 @@ def attend_and_seal(
     due: bool = True,
     runs: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """What is left of a step once its tokens are in the windows and counted: (B, Hq, t, Dv).
+    """Rest of a step once its tokens are in the windows and counted: (B, Hq, t, Dv).
 
     Args:
         whole: (B / fold, Hq, t, D), the queries as the model has them.
@@ -266,7 +266,7 @@ def attend_and_seal(
         with beside[-1]:
             if due:
                 seal_due(state, plan, tokens, (1,))
-        # Of a buffer, queries were there before `advance`.
+        # A buffer's queries were there before `advance`.
         return store_attention(
             q, state.counters, state.windows, state.flat_runs() if runs is None else runs, mask, sinks, scaling,
             softcap, plan.format, state.rows is None, state.rows,

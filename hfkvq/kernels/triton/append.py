@@ -22,7 +22,7 @@ from .windows import without_last
 
 @triton.jit
 def blocks_of(i, H, T, D: tl.constexpr, BLOCK: tl.constexpr, BR: tl.constexpr):
-    """Of blocks of BLOCK channels, BR at a time: which there are, heads, tokens and channels."""
+    """Blocks of BLOCK channels, BR at a time: a mask, heads, tokens and channels."""
     BLOCKS: tl.constexpr = D // BLOCK
     o_r = i * BR + tl.arange(0, BR)
     o_c = (o_r % BLOCKS * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
@@ -82,7 +82,7 @@ def append_kernel(
     if rows is not None:
         i_length -= T
         i_w = tl.load(rows + i_b).to(tl.int64)
-    # Asked for together with the length.
+    # The loads start together with the length's.
     b_k = new_rows(keys, 0, i_b, s_kb, s_kh, s_kl, s_kd, H, T, DK, BLOCK_K, BK)
     b_v = new_rows(values, 0, i_b, s_vb, s_vh, s_vl, s_vd, H, T, DV, BLOCK_V, BV)
     append_side(
@@ -108,7 +108,7 @@ def is_misrounded(x: Tensor, tail: Tensor, rotate: int) -> bool:
 def append_constants(
     keys: tuple[int, ...], values: tuple[int, ...], rotate_keys: int, rotate_values: int
 ) -> dict[str, Any]:
-    """What kernels that call `append_side` for keys and values of these shapes are launched with, by name."""
+    """Constants of kernels that call `append_side` for keys and values of these shapes, by name."""
     found: dict[str, Any] = {"enable_fp_fusion": False}
     for name, shape, rotate in (("V", values, rotate_values), ("K", keys, rotate_keys)):
         _, heads, tokens, dim = shape
@@ -117,7 +117,7 @@ def append_constants(
         rows = power(min(tokens * heads * dim, 8192) // block)
         found |= {f"D{name}": dim, f"BLOCK_{name}": block, f"ROTATE_{name}": rotate, f"B{name}": rows}
         found[f"LOOPS_{name}"] = cdiv(tokens * heads * dim, rows * block)
-        # Of the keys, which come last.
+        # Strides of the keys come last.
         found["num_warps"] = max(1, min(8, power(rows * block // 256)))
     return found
 
@@ -151,7 +151,7 @@ class NewTokens(NamedTuple):
 
 
 def new_tokens(keys: Tensor, values: Tensor, windows: Sequence[Tensor]) -> NewTokens:
-    """What launches have to know of them."""
+    """Constants of launches."""
     sink_k, _, tail_k, tail_v = windows
     lengths = sink_k.shape[2], tail_k.shape[2], tail_v.shape[2]
     kinds = (keys.dtype, values.dtype), tail_k.dtype
@@ -159,7 +159,7 @@ def new_tokens(keys: Tensor, values: Tensor, windows: Sequence[Tensor]) -> NewTo
 
 
 def append_numbers(new: NewTokens, constants: Mapping[str, Any]) -> dict[str, int | float]:
-    """Of what `append_kernel` takes, by name: strides, factors of rotations, heads, tokens, and lengths of windows."""
+    """Arguments of `append_kernel` by name: strides, factors of rotations, heads, tokens, and lengths of windows."""
     _, heads, tokens, _ = new.keys
     found: dict[str, int | float] = {"H": heads, "T": tokens, "S": new.sink, "WK": new.key_tail, "WV": new.value_tail}
     for side, stride in (("k", new.key_stride), ("v", new.value_stride)):

@@ -71,7 +71,7 @@ class _Absent:
         self.target = GPUTarget("cuda", 10 * gpu.major + gpu.minor, 32)
 
     def get_current_device(self) -> int:
-        """Of one."""
+        """Index of the one device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
@@ -120,7 +120,7 @@ def load(compiled: Any) -> None:
         RuntimeError: Triton has no function for it, since loading it has failed before.
         Exception: what Triton raises where the GPU has no room for it.
     """
-    # Not its property `run`, which is there before the function is.
+    # The property `run` is there before the function is, so it tells nothing.
     compiled._init_handles()
     if compiled.function is None:
         raise RuntimeError(f"{compiled.name}: this kernel could not be loaded onto the GPU; see the error before.")

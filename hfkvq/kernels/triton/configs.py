@@ -38,7 +38,7 @@ DEFAULTS: Mapping[str, Knobs] = {
     # with two they wait longer than f16 products.
     "digits-2": {"programs_per_sm": 12, "stages": 5, "max_registers": 168, "step": 0, "loose": 32},
     "digits-4": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
-    # Of latents programs have so many warps; programs_per_sm counts those of eight. stages: half as many steps are in
+    # Programs over latents have so many warps; programs_per_sm counts those of eight. stages: half as many steps are in
     # flight, since words wait for the number of their page; with 4 none is.
     "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8},
 }

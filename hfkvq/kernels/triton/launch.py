@@ -68,9 +68,10 @@ class Launch:
         assert len(self._given) == len(numbers), f"{kernel} has no {set(numbers) - set(kernel.arg_names)}"
         self._index = (0 if device.index is None else device.index) if device.type == "cuda" else None
         self._rest: tuple[Any, ...] = ()
-        # By which tensors begin at a multiple of sixteen bytes (`_alignment`): all that Triton asks of an address.
+        # Keys say which tensors begin at a multiple of sixteen bytes (`_alignment`): all that Triton asks of an
+        # address.
         self._ready: dict[tuple[bool, ...], Any] = {}
-        # What launches are told of variants that take more shared memory than they need.
+        # Launches are told of variants that take more shared memory than they need.
         self._packed: dict[Any, tuple[int, ...]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -100,7 +101,7 @@ class Launch:
         if is_watched():
             ready[self.grid](*own, *self._rest)
         else:
-            # What that does, without telling hooks that are not there.
+            # The launcher is called without hooks that are not there.
             stream = driver.active.get_current_stream(self._index)
             packed = self._packed.get(ready, ready.packed_metadata)
             ready.run(*self.grid, stream, ready.function, packed, None, None, None, *own, *self._rest)
@@ -137,7 +138,7 @@ def room_of(compiled: Any, device: torch.device, most: int) -> int:
 
 
 def _alignment(addresses: Sequence[int]) -> tuple[bool, ...]:
-    """Which addresses are multiples of sixteen; nothing where all are, as nearly always."""
+    """Alignment of addresses to sixteen bytes; empty where all are aligned, as nearly always."""
     return () if not reduce(or_, addresses) & 15 else tuple([not x & 15 for x in addresses])
 
 

@@ -38,7 +38,7 @@ def advance_kernel(
         # Attention comes next, and waits for this kernel itself; what came before is there by now.
         tl.extra.cuda.gdc_launch_dependents()
     i_b = tl.program_id(0).to(tl.int64)
-    # Asked for together with the counters.
+    # The loads start together with the counters'.
     b_k = new_rows(keys, 0, i_b, s_kb, s_kh, s_kl, s_kd, H, T, DK, BLOCK_K, BK)
     b_v = new_rows(values, 0, i_b, s_vb, s_vh, s_vl, s_vd, H, T, DV, BLOCK_V, BV)
     p_count = counters + i_b

@@ -1,4 +1,4 @@
-"""What is measured: shapes, and formats with and without a preset."""
+"""Cases of the bench: shapes, and formats with and without a preset."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ RAW: dict[str, tuple[str, Callable[[int], Scheme]]] = {
 
 
 def default_formats() -> tuple[str, ...]:
-    """What is timed unless something else is asked for: presets, the lossless control behind them, and `RAW`."""
+    """Formats that are timed by default: presets, the lossless control behind them, and `RAW`."""
     plain, *others = RAW
     presets = sorted(listed("bench kernels"), key=lambda name: entry_of(name)[1].group == "control")
     return plain, *presets, *others
@@ -204,7 +204,7 @@ def check(formats: Iterable[str], shapes: Iterable[Shape]) -> None:
 
 
 def layout_of(name: str, head_dim: int, rope_dim: int) -> Layout:
-    """How a format or preset holds heads of this dimension, or latents with rotary parts.
+    """Store of a format or preset for heads of this dimension, or latents with rotary parts.
 
     Raises:
         ValueError: it cannot.

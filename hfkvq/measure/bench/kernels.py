@@ -177,7 +177,7 @@ def measure_shape(
         try:
             measured: Timing | str = time_calls([partial(attend, query, *each) for each in copies], replays)
         except RuntimeError as error:
-            # Not every GPU and build has both.
+            # Some GPUs and builds lack one of them.
             measured = first_line(error)
         yield row_of(shape, name, "baseline", measured, dense + 2 * query.nbytes, copied)
     del copies
@@ -342,7 +342,7 @@ def compare_table(before: Record, after: Record) -> Table:
 
 
 def notes(record: Record) -> list[str]:
-    """How to read the tables."""
+    """Legend of the tables."""
     copied = record["copy"]["tb_per_s"]
     return [
         f"{record['gpu']}, torch {record['versions']['torch']}, Triton {record['versions']['triton']}, commit "

@@ -82,7 +82,7 @@ def _replays(graph: torch.cuda.CUDAGraph, count: int, stream: torch.cuda.Stream)
     """Microseconds of each of ``count`` replays, after one to warm up."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     with torch.cuda.stream(stream):
-        # Nothing waits for the GPU in between, so launching a replay hides behind the one before.
+        # No call waits for the GPU in between, so launching a replay hides behind the one before.
         for event in events:
             graph.replay()
             event.record()
@@ -113,13 +113,13 @@ def time_calls(calls: Sequence[Callable[[], object]], replays: int = REPLAYS, ai
 def copy_bandwidth(device: torch.device) -> tuple[int, Timing]:
     """Bytes (read and written) and time of a device-to-device copy too large for any cache."""
     free, _ = torch.cuda.mem_get_info(device)
-    # Not `copy_`: of bytes, in a graph, it reached two thirds of this on an H200.
+    # `copy_` of bytes, in a graph, reached two thirds of this on an H200.
     source = torch.zeros(min(2**31, free // 4) // 4, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes, time_calls([lambda: torch.bitwise_not(source, out=target)])
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """Error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

@@ -70,7 +70,7 @@ Timer = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found for one kernel variant.
+    """Findings for one kernel variant.
 
     Attributes:
         kernel: kernel.
@@ -238,7 +238,7 @@ def write(findings: Sequence[Finding], device: torch.device, path: Path) -> None
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """What was found."""
+    """Findings of a search."""
     view = new_table("Launch parameters", ("name", "before", "after", "time"))
     for finding in findings:
         view.add_row(

@@ -1,4 +1,4 @@
-"""What one cache does with one batch: its answer, its speed, and how far its predictions are from the baseline's."""
+"""Answers of one cache to one batch: text, speed, and distance of its predictions from the baseline's."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Written:
 
 @dataclass
 class Answers(Written):
-    """What a cache made of one batch.
+    """Result of a cache on one batch.
 
     Attributes:
         ids: see `Written`.

@@ -24,7 +24,7 @@ _LARGEST = {"recall": 280, "arithmetic": 100, "passkey": 131_072, "needle": 32_7
 
 
 def default_tasks(model: str | None) -> tuple[str, ...]:
-    """What a model is asked unless somebody says otherwise: SmolLM2 is too small for the chat tasks."""
+    """Tasks that a model is asked by default: SmolLM2 is too small for the chat tasks."""
     return PLAIN_TASKS if model == SMOLLM2 else CHAT_TASKS
 
 

@@ -53,7 +53,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def notes(record: Record) -> list[str]:
-    """How to read the table, a sentence or two each."""
+    """Legend of the table, a sentence or two each."""
     base, settings = record["rows"][0], record["settings"]
     said = [
         f"{record['model']}, {record['dtype']}, on {record['device_type']}: {_counted(settings['samples'], 'example')} "

@@ -1,4 +1,4 @@
-"""How far a scheme's predictions are from those of the stock cache, on the same tokens: ``hfkvq kld``."""
+"""Divergence of a scheme's predictions from the stock cache's, on the same tokens: ``hfkvq kld``."""
 
 from __future__ import annotations
 

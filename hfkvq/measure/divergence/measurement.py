@@ -52,7 +52,7 @@ def compare_logits(baseline: Tensor, other: Tensor, labels: Tensor) -> tuple[Ten
         log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
         # A model may rule tokens out; 0 · (log 0 - log q) is 0.
         difference = torch.where(log_p == -math.inf, 0.0, log_p - log_q)
-        # What is left of rounding is a few 1e-17 below zero.
+        # Rounding leaves a few 1e-17 below zero.
         kld = (log_p.exp() * difference).sum(-1).clamp(min=0)
         nll_p, nll_q = (-log.gather(1, label[:, None])[:, 0] for log in (log_p, log_q))
         agrees = p.argmax(-1) == q.argmax(-1)
@@ -130,7 +130,7 @@ class _Collected:
         self.held, self.bf16 = self.held + other.held_bytes(cache), self.bf16 + rows * base.bf16_bytes
 
     def so_far(self) -> _Collected:
-        """What is collected by now, whatever comes."""
+        """Windows that are collected by now."""
         found = copy.copy(self)
         found.batches = list(self.batches)
         return found
@@ -141,7 +141,7 @@ class _Collected:
     def bill(self) -> Bill:
         n = self.windows
         total = 16 * self.held / self.bf16 if self.bf16 else math.nan
-        # What is only simulated holds nothing that could be counted.
+        # Simulated caches hold nothing that could be counted.
         total = self.computed / n if math.isnan(total) else total
         return Bill(self.bits / n, total, self.held / n, self.bf16 / n, self.key_bits / n)
 

@@ -136,7 +136,7 @@ def table(record: Record, wide: bool = True) -> Table:
 
 
 def notes(record: Record) -> list[str]:
-    """How to read the table, a sentence or two each."""
+    """Legend of the table, a sentence or two each."""
     settings, text = record["settings"], record["text"]
     has_floor = any(row["name"] == "full" for row in record["rows"])
     count = f"{record['windows']} window{'s' if record['windows'] > 1 else ''}"

@@ -90,7 +90,7 @@ def measure_text(
         ImportError: a package is missing; its extra is named.
         StoppedRun: Ctrl-C.
     """
-    # Of loading weights, beside the command's own.
+    # Loading weights has a progress bar of its own.
     logging.disable_progress_bar()
     where = torch.device("cpu") if device is None else device
     intervals.check_scipy(command)

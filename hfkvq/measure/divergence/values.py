@@ -1,4 +1,4 @@
-"""What a comparison of caches finds, token by token."""
+"""Values of a comparison of caches, token by token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .naming import OtherCache
 
 @dataclass(frozen=True)
 class Bill:
-    """What a cache holds at the end of a window, mean over the windows.
+    """Memory of a cache at the end of a window, mean over the windows.
 
     Attributes:
         code_bits: payload bits per element of sealed pages; NaN if none is sealed.
@@ -78,7 +78,7 @@ class Divergence(Perplexity):
     def quantile(self, share: float) -> float:
         """KLD that this share of the tokens does not exceed, interpolated."""
         values = self.kld.double().flatten().sort().values
-        # Not `Tensor.quantile`, which refuses more than 2^24 values.
+        # `Tensor.quantile` refuses more than 2^24 values.
         at = share * (len(values) - 1)
         low, high = values[math.floor(at)], values[math.ceil(at)]
         return float(low + (high - low) * (at - math.floor(at)))
@@ -86,7 +86,7 @@ class Divergence(Perplexity):
 
 @dataclass(frozen=True)
 class Measured:
-    """What `measure` found.
+    """Result of `measure`.
 
     Attributes:
         baseline: of the stock cache.

@@ -36,7 +36,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Windows:
-    """What is scored.
+    """Tokens that are scored.
 
     Attributes:
         tokens: i64 (W, T).

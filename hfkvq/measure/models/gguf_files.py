@@ -88,7 +88,7 @@ def unpack(path: Path, sha256: str | None = None) -> Path:
 def _convert(path: Path, folder: Path) -> None:
     whole = path.stat().st_size <= WHOLE_BYTES
     options: dict[str, Any] = {"dtype": torch.float32 if whole else torch.bfloat16}
-    # Not of all versions that are supported; those without it always dequantize.
+    # Some supported versions lack it; they always dequantize.
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
@@ -100,7 +100,7 @@ def _convert(path: Path, folder: Path) -> None:
     # `save_pretrained` refuses models that were quantized, also dequantized ones.
     if hasattr(model.config, "quantization_config"):
         delattr(model.config, "quantization_config")
-    # What is computed with unless somebody asks for another: no such model was trained in float32.
+    # The default dtype is bfloat16: no such model was trained in float32.
     model.config.dtype = torch.bfloat16
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
@@ -109,6 +109,6 @@ def _convert(path: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     weights: dict[int, tuple[str, torch.Tensor]] = {}
     for name, weight in model.state_dict().items():
-        # Of tied weights the first, which is the embedding.
+        # The first of tied weights is the embedding.
         weights.setdefault(weight.data_ptr(), (name, weight.contiguous()))
     save_file(dict(weights.values()), folder / "model.safetensors", metadata={"format": "pt"})

@@ -29,7 +29,7 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model is.
+    """Source of a model.
 
     Attributes:
         name: for records and reports; of a folder or a file its last part.
@@ -116,7 +116,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 
 
 def load_processor(source: Source) -> Any:
-    """What makes tokens of text and images together.
+    """Processor that makes tokens of text and images together.
 
     Raises:
         ValueError: it cannot be loaded.

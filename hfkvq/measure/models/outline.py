@@ -1,4 +1,4 @@
-"""What a model's config alone tells: parameters, and what each layer caches. Nothing is downloaded or allocated."""
+"""Outline of a model from its config: parameters, and each layer's cache. Nothing is downloaded or allocated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPE = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """What one layer caches.
+    """Cache of one layer.
 
     Attributes:
         compressed: held in pages by a compressed cache, for all tokens.

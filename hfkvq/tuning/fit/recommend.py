@@ -37,7 +37,7 @@ def candidates() -> list[str]:
         entry = entry_of(name)[1]
         shown = "fit" in entry.lists or figure("loss", name) is not None
         if shown and entry.group == "scheme" and is_candidate(get_preset(name)):
-            # First names are the short ones.
+            # The first of a model's names are the short ones.
             found.setdefault(get_scheme(name), name)
     return widest_first(found.values())
 

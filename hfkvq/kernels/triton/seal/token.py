@@ -21,7 +21,7 @@ TOKEN_TILE, TOKEN_THREAD = 8192, 64
 
 @triton.jit
 def due_tile(p_count, p_new, i_t, M, BT: tl.constexpr):
-    """Of a row: the first slot of its i_t-th tile of BT that new tokens touch, tokens that are sealed, and new ones."""
+    """Place in a row: the first slot of its i_t-th tile of BT that new tokens touch, sealed tokens, and new ones."""
     i_new = tl.minimum(tl.load(p_new), M)
     i_count = tl.load(p_count)
     return (i_count // BT + i_t) * BT, i_count, i_new
@@ -63,7 +63,7 @@ def seal_token_kernel(
         b_norm = tl.full([FIELDS, BT, BE], 1.0, tl.float16)
         if given is not None:
             p_given = given + (i_bh * (M // G) + (i_first - i_count) // G) * D + o_c
-            # As many as there are elements: loaded where they are used, since to move them would cost more.
+            # There are as many as elements: they are loaded where they are used, since moving them would cost more.
             b_norm = tl.load(tl.broadcast_to(p_given, (FIELDS, BT, BE)), mask=m_c, other=1.0)
         p_norm = tl.broadcast_to(norm + i_head * D + o_c, (FIELDS, BT, BE))
         tl.store(p_norm, b_norm, mask=m_c & (o_slot == 0)[None, :, None])
