@@ -201,7 +201,7 @@ class TestEquations:
         ({"budget_tokens": 64, "budget_bytes": 10**6}, r"budget_tokens, budget_bytes: got 64 and 1000000.*one of them"),
         ({"budget_bytes": 1000}, r"budget_bytes: got 1000, allowed more than \d+, which the window of 32.*raise it"),
         ({"low_bits": 2}, r"low_bits: got 2, allowed 8, 4"),
-        ({"budget": 3}, r"arkv: knob 'budget' is unknown; did you mean"),
+        ({"budget": 3}, r"budget: neither an option of the cache nor of its scheme; did you mean"),
     ],
 )
 def test_bad_knobs_are_refused_with_a_remedy(knobs, match):

@@ -344,11 +344,9 @@ def test_invalid_scheme(scheme):
         MixedKVCache(config("llama"), scheme)
 
 
-@pytest.mark.parametrize(
-    ("make_cache", "name"), [(KittyCache, "kitty"), (MixKVQCache, "mixkvq"), (SawInt4Cache, "saw-int4")]
-)
-def test_named_classes_refuse_foreign_knobs(make_cache, name):
-    with pytest.raises(ValueError, match=rf"{name}: knob 'bits' is unknown; .*Known: "):
+@pytest.mark.parametrize("make_cache", [KittyCache, MixKVQCache, SawInt4Cache])
+def test_named_classes_refuse_foreign_knobs(make_cache):
+    with pytest.raises(ValueError, match=r"^bits: neither an option of the cache nor of its scheme; .*Known: "):
         make_cache(config("llama"), bits=2)
 
 

@@ -196,7 +196,7 @@ class SavedCache(WholeCache):
             raise ValueError("it has tags of tokens; load it with TriAxialCache.load(path, model, tokenizer=tokenizer)")
 
     def architecture(self) -> dict[str, str]:
-        """Type and config of the model. A cache from a pickle has no config before it meets its model, but remembers this."""
+        """Type and config of the model; a cache from a pickle remembers them until it meets its model."""
         own = getattr(self.config, "model_type", "")
         known = None if own else self._known_architecture
         return known or {"type": own, "config": config_hash(self.config)}
