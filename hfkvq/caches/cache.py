@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -27,14 +28,37 @@ from .layer_state.group import DeviceSync
 from .layer_state.smoothing import layers_that_mix, measure, warn_of_noise
 from .layers import transactions
 from .layers.build import build_layers, is_attachable, seen_by
-from .layers.compiled import allocate, update_outside
 from .layers.handle import dense_of
+from .layers.layer import KVLayer
 from .layers.memory import described, memory_of
 from .layers.memory_report import MemoryReport
 from .schemes.base import Scheme
 from .schemes.eviction import EvictionScheme, warn_of_loss
 from .schemes.preset import Preset, checked_knobs, get_preset
 from .tags.bit_table import config_hash
+
+
+@torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
+def allocate(layers: Iterable[KVLayer], keys: Tensor, values: Tensor) -> None:
+    """Allocates every layer of fixed capacity before a graph is recorded."""
+    for layer in layers:
+        if layer.buffer is not None and layer.buffer.tensor is None:
+            if layer.store is None:
+                layer.lazy_initialization(keys, values)
+            layer.prefetch()
+            layer.buffer.bind()
+
+
+@torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
+def update_outside(cache: Any, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    """An update of a cache that grows, by a compiled model: plain tensors, since its compiler follows no handles."""
+    say_once(
+        "A compiled model dequantizes a growing cache in each step, which is correct but slow; make the cache with "
+        "max_cache_len, or do not compile the model."
+    )
+    keys, values = cache.update(keys, values, layer_idx)
+    return dense_of(keys), dense_of(values)
+
 
 DEFAULT_SCHEME = "best-3.4"
 

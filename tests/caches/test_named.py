@@ -7,8 +7,8 @@ import pytest
 
 import hfkvq
 from hfkvq.caches.named import NamedCache
-from hfkvq.caches.schemes.knob_texts import knob_texts
 from hfkvq.caches.schemes.registry import entry_of, presets
+from hfkvq.measure.presets import knob_texts
 from tests.caches.models import config
 
 NAMED = sorted(

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from hfkvq import MixedKVCache, PrefixStore, get_scheme
 from hfkvq.caches.files import cache_file, prefix_files, prefix_pages
-from hfkvq.caches.files.weights_fingerprint import weights_hash
+from hfkvq.caches.prefix_store import weights_hash
 from tests.caches.driver import small
 from tests.caches.models import build, prompt
 from tests.caches.test_saved import ByAge, filled, packed_alike, poison_memory

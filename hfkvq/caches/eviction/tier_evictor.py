@@ -3,28 +3,131 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hfkvq.kernels.decode import LENGTH, run_count
+
 from ..base.inference_mode import lasting
 from ..layer_state.base import LayerBase
 from ..layer_state.query_statistics import QueryStatistics
 from ..schemes.eviction import TieredEviction
+from ..schemes.ranking import tier_widths
 from ..schemes.score_inputs import Evidence, prompt_evidence
-from ..store.columns import positions
+from ..store import KVStore, StoreState
+from ..store.columns import positions, run_columns
 from ..store.growth import pages_for
 from ..store.headwise import HeadwiseStore
+from ..store.moves import EVICT, STAY
 from ..store.packing import Packed
 from ..store.requantize import Requantized, requantize_by_tiers, requantized
 from ..store.rows import joined, part, used_blocks
-from .budget import Budget
 from .evictor import EvictingGroup, Eviction, store_choice
 from .prompt_selection import keep
 from .stored_scores import Observation, stored_evidence, token_order
-from .trim import tier_targets
+
+
+class Budget(NamedTuple):
+    """Budget of a row's KV head.
+
+    Attributes:
+        tokens: the most tokens, where the budget counts them.
+        bytes: the most bytes; None where it counts tokens.
+        costs: bytes of a token in few bits and whole.
+    """
+
+    tokens: int
+    bytes: int | None
+    costs: tuple[int, int]
+
+    def check(self, window: int, dtype: torch.dtype) -> None:
+        """Raises ValueError if there is no room for more than the window of newest tokens."""
+        least = window * self.costs[1]
+        if self.bytes is not None and self.bytes <= least:
+            raise ValueError(
+                f"budget_bytes: got {self.bytes}, allowed more than {least}, which the window of {window} tokens takes "
+                f"in each KV head in {dtype}; raise it, or lower window."
+            )
+
+    @property
+    def most(self) -> tuple[int, int]:
+        """Most tokens that fit: all in few bits, and all whole."""
+        if self.bytes is None:
+            return self.tokens, self.tokens
+        low, whole = self.costs
+        return self.bytes // low, self.bytes // whole
+
+    def room(self, store: KVStore) -> Tensor:
+        """Whole tokens that each row of a store has room for, negative where it has outgrown the budget: i64 (B*H,)."""
+        length = store.counters[LENGTH].long()
+        if self.bytes is None:
+            return self.tokens - length
+        low, whole = self.costs
+        held = length * whole - run_count(store.counters, 0, "keys").long() * (whole - low)
+        return (self.bytes - held).div(whole, rounding_mode="floor")
+
+    def least_room(self, few: list[int], lengths: list[int]) -> int:
+        """The least of `room` for rows of these lengths with so many tokens in few bits, which the host knows."""
+        if self.bytes is None:
+            return self.tokens - max(lengths)
+        low, whole = self.costs
+        held = [n * whole - narrow * (whole - low) for n, narrow in zip(lengths, few, strict=True)]
+        return (self.bytes - max(held)) // whole
+
+
+def tier_targets(
+    policy: TieredEviction,
+    costs: tuple[int, int],
+    newest: int,
+    state: StoreState,
+    scores: Tensor,
+    share: Tensor,
+    over: Tensor,
+    prompt: Tensor,
+    where: Tensor,
+    order: Tensor,
+    final: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Tiers of the tokens of some rows, by their scores.
+
+    Args:
+        policy: says how many tokens stay, and how many of them whole.
+        costs: bytes of a token in few bits and whole.
+        newest: newest tokens of a row, which stay as they are.
+        state: of the store.
+        scores: f32 (B*H, n), oldest token first.
+        share: f32 (B*H,), the layer's share of whole tokens.
+        over: bool (B*H,), the rows; others stay as they are.
+        prompt: bool (B*H,), rows that have had a prompt just now.
+        where: what `positions` says.
+        order: what `token_order` says.
+        final: whether shares are final; until then a prompt keeps as many tokens as the budget could hold in few bits.
+
+    Returns:
+        Targets as `requantize_by_tiers` takes them, and i64 (B*H, n): ranks of the tokens that are left, oldest first.
+    """
+    length = state.counters[LENGTH].long()
+    past = (length - newest).clamp(min=0)
+    kept = stay = policy.kept(past, share, costs, prompt)
+    if not final:
+        stay = torch.where(prompt, policy.kept(past, torch.zeros_like(share), costs, prompt), kept)
+    rank = torch.arange(order.shape[1], device=order.device)
+    narrow, tail = run_columns(state)[0], run_columns(state)[-1][0]
+    is_whole = (order < narrow[0]) | (order >= narrow[0] + narrow[1])
+    judged = rank < past[:, None]
+    judged_scores = scores.masked_fill(~judged, -torch.inf)
+    bits = tier_widths(judged_scores, stay, policy.whole(kept, share), is_whole, policy.low_bits)
+    runs = torch.full(bits.shape, EVICT, dtype=torch.int8, device=bits.device)
+    for i, (fmt, _) in enumerate(state.format.runs):
+        runs = torch.where(bits == fmt.bits, i, runs)
+    runs = torch.where(judged & over[:, None], runs, STAY).to(torch.int8)
+    target = torch.full((order.shape[0], tail + state.windows[2].shape[2]), STAY, dtype=torch.int8, device=runs.device)
+    target.scatter_(1, order, runs)
+    left = ((runs != EVICT) & (rank < length[:, None])).to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    return target, left
 
 
 class TierEvictor(Eviction[TieredEviction]):

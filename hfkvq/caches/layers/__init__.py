@@ -8,9 +8,8 @@ and rows change in all layers of a cache or in none, in `changes`.
 """
 
 from ..eviction.evictor import EvictingGroup, Eviction
-from ..layer_state.base import ROLLBACK
+from ..layer_state.base import ROLLBACK, PaddingReader
 from ..layer_state.group import DeviceSync
-from ..layer_state.padding import PaddingReader
 from .hybrid import HybridLayer
 from .layer import KVLayer
 from .recurrent import RecurrentLayer

@@ -7,6 +7,7 @@ buffer, where it can be; else the layer begins, attends and finishes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,31 @@ from torch import Tensor
 from hfkvq.kernels.arguments import AttentionArguments
 
 from ..layer_state.base import LayerBase
-from ..layer_state.gradient import refuse_gradient
 from ..store import MAX_STEP
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(
+            "hfkvq: no gradient flows through compressed keys and values, so k_proj and v_proj would get none. Train "
+            "without past_key_values (use_cache=False) or with DynamicCache, and run what needs no gradient under "
+            "torch.no_grad()."
+        )
+
+
+def refuse_gradient(layer: LayerBase, x: Tensor) -> Tensor:
+    """Guard of a layer's keys, values and attention output: backward through them raises.
+
+    Only where the keys or values that came last would have got a gradient: a forward alone is nobody's harm.
+    """
+    if not layer.differentiated or not torch.is_grad_enabled():
+        return x
+    return _NoGradient.apply(x, torch.zeros((), device=x.device, requires_grad=True))
 
 
 def attend(

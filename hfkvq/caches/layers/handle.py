@@ -14,9 +14,8 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import Side
 
 from ..layer_state.base import LayerBase
-from ..layer_state.gradient import refuse_gradient
 from ..store import MAX_STEP
-from .forward import attend
+from .forward import attend, refuse_gradient
 
 # Reading these does not touch the data.
 _METADATA = {

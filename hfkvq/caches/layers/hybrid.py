@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
-from ..layer_state.padding import PaddingReader
+from ..layer_state.base import PaddingReader
 from ..schemes.base import Scheme
 from .layer import KVLayer
 from .recurrent import RecurrentLayer

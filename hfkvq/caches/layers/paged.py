@@ -16,8 +16,7 @@ from ..base.inference_mode import lasting
 from ..eviction.evictor import Eviction
 from ..eviction.tier_evictor import TierEvictor
 from ..eviction.token_evictor import TokenEvictor
-from ..layer_state.base import LayerBase
-from ..layer_state.padding import PaddingReader
+from ..layer_state.base import LayerBase, PaddingReader
 from ..layer_state.query_statistics import QueryStatistics
 from ..layer_state.tags import TokenTags
 from ..layer_state.update import push_staged, store_tokens
