@@ -26,6 +26,7 @@ PAGES = {
         "notebooks/README",
         "docs/history/decisions-2026-11",
         "docs/history/results-2026-11",
+        "docs/history/let-go-2026-11",
     ],
 }
 
