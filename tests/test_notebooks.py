@@ -36,7 +36,7 @@ REAL = 'MODEL = "smollm2"'
 # No name of an earlier notebook is left, and no scheme.
 CLEAN = """
 %reset -f
-from hfkvq.caches import registry
+from hfkvq.caches.schemes import registry
 for name in [name for name, (scheme, _) in registry._PRESETS.items() if scheme.__module__ == "__main__"]:
     del registry._PRESETS[name]
 """

@@ -257,7 +257,7 @@ def test_no_memory_for_buffers(monkeypatch):
 
     def full(buffer):
         count.append(buffer)
-        if step_buffer.room and step_buffer.tensor is None and len(count) % 2 == 0:
+        if buffer.room and buffer.tensor is None and len(count) % 2 == 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
         bind(buffer)
 
