@@ -2,7 +2,11 @@
 
 import random
 
+import pytest
+import torch
+
 from hfkvq.caches.store.row_lengths import RowState, WindowSizes, forecast
+from tests.caches.driver import feed, make, row, small
 
 
 def sealed_by_hand(length: int, sink: int, local: int, unit: int, sealed: int) -> int:
@@ -46,3 +50,15 @@ def test_a_forecast_counts_every_row():
         assert (found.tail_slots, found.due) == (tuple(slots), tuple(due))
         assert found.most_sealed == max(max(row[1:]) for row in after)
         assert (found.shortest, found.longest) == (min(r.length for r in states), max(r.length for r in states))
+
+
+@pytest.mark.parametrize("first", range(1, 8))
+def test_a_prompt_goes_on_wherever_the_sink_is_filled(first):
+    """Prompts that begin before, at and behind the sink's last slot leave what one prompt leaves: the rest is quantized token by token."""
+    own, dense = row(1, 60), []
+    for chunks in ([60], [first, 60 - first]):
+        layer = make(small("int4"))
+        feed(layer, [own], chunks)
+        dense.append([layer.dense("keys"), layer.dense("values")])
+    for one, other in zip(*dense, strict=True):
+        assert torch.equal(one, other)
