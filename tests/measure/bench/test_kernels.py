@@ -198,7 +198,7 @@ def test_a_whole_run(pretended_gpu, monkeypatch, tmp_path):
     arguments = [*SAME, "--sizes", "1x200,1x1k", "--formats", "kitty,fp8+16"]
     done = run("kernels", *arguments, "--json", str(tmp_path))
     assert done.exit_code == 0, done.output
-    assert "compiling kitty" in done.output
+    assert "compiling, 0 %" in done.output
     record = kernels.load(tmp_path / "kernels-synthetic-9000.json")
     assert [(row["context"], row["name"]) for row in record["rows"]] == [
         (context, name) for context in (200, 1024) for name in ("dense", "kitty", "fp8+16")
@@ -248,7 +248,7 @@ def test_what_fails_stops_no_other_line(pretended_gpu, monkeypatch, tmp_path):
 
 def test_tuning_saves_what_it_found(pretended_gpu, monkeypatch, tmp_path):
     before = dict(configs.DEFAULTS["decode"])
-    found = Finding("decode", "2c128/2t128,D128,N8", before, {**before, "stages": 3}, 0.9, late=5)
+    found = Finding("decode", "2c128/2t128,D128,N8", before, {**before, "stages": 3}, 0.9)
     stopped = []
 
     def tune(formats, shapes, device, progress, minutes, keep):
@@ -264,7 +264,6 @@ def test_tuning_saves_what_it_found(pretended_gpu, monkeypatch, tmp_path):
     assert done.exit_code == 0, done.output
     said = flat(done.output)
     assert "1 of 3 variants in 0.5 minutes" in said
-    assert "5 candidates were not compiled in time, and so not tried" in said
     assert "stages 3" in said
     assert "-10.0 %" in said
     assert json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["findings"][0]["share"] == 0.9
