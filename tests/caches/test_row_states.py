@@ -36,15 +36,15 @@ def test_a_forecast_counts_every_row():
         tokens, hold = chance.randint(0, 70), chance.choice([0, 0, 32, 100])
         found = forecast(frozenset(states), sizes, tokens, hold)
         joined, after, slots, due = set(), set(), [0, 0], [0, 0]
-        for row in states:
-            length = row.length + tokens
+        for state in states:
+            length = state.length + tokens
             now = []
-            for at, (local, unit, sealed) in enumerate(zip(sizes.local, sizes.unit, row[1:], strict=True)):
+            for at, (local, unit, sealed) in enumerate(zip(sizes.local, sizes.unit, state[1:], strict=True)):
                 now.append(sealed_by_hand(length, sizes.sink, max(local, hold), unit, sealed))
                 due[at] = max(due[at], now[at] - sealed)
                 # New tokens pass through the tail before any is known to belong in the sink.
-                slots[at] = max(slots[at], max(row.length - sizes.sink, 0) + tokens - sealed)
-            joined.add(RowState(length, *row[1:]))
+                slots[at] = max(slots[at], max(state.length - sizes.sink, 0) + tokens - sealed)
+            joined.add(RowState(length, *state[1:]))
             after.add(RowState(length, *now))
         assert (found.appended, found.sealed) == (joined, after)
         assert (found.tail_slots, found.due) == (tuple(slots), tuple(due))
@@ -54,7 +54,7 @@ def test_a_forecast_counts_every_row():
 
 @pytest.mark.parametrize("first", range(1, 8))
 def test_a_prompt_goes_on_wherever_the_sink_is_filled(first):
-    """Prompts that begin before, at and behind the sink's last slot leave what one prompt leaves: the rest is quantized token by token."""
+    """Prompts that begin before, at and behind the sink's last slot leave what one prompt leaves, token by token."""
     own, dense = row(1, 60), []
     for chunks in ([60], [first, 60 - first]):
         layer = make(small("int4"))
