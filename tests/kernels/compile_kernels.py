@@ -508,7 +508,7 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]], quick
     for dtype, dim in ((BF16, 128), (F32, 80)):
         with case(f"sums of queries, heads of {dim}, {dtype}"):
             rows = torch.zeros(3, dtype=torch.int32)
-            kernels.query_sums(tensor(2, 8, 700, dim, dtype), rows, rows, rows + 700, 700, 2, dim == 80)
+            kernels.query_sums(tensor(2, 8, 700, dim, dtype), rows, rows, rows + 700, 700, 2)
     for dtype, dim in ((BF16, 128), (F16, 80)):
         with case(f"smooth, heads of {dim}, {dtype}"):
             kernels.smooth(*(torch.zeros(2, heads, 3, dim, dtype=dtype) for heads in (8, 2)), torch.zeros(3, 2, dim))

@@ -51,10 +51,13 @@ def variants(pairs, merges=False):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_variants_do_not_depend_on_rows_and_lengths(found, preset):
-    first, *others = [pairs for name, pairs in found[preset].items() if " x " in name]
+    first, *others = [variants(pairs) for name, pairs in found[preset].items() if " x " in name]
+    if preset == "arkv":
+        # Steps below the budget, which the first two prompts exceed, begin with a kernel of their own.
+        first |= {pair for pair in others[1] if pair[0] == "step.advance_kernel"}
     for pairs in others:
         # Of a short prompt there may be nothing to seal.
-        assert {name for name, _ in variants(pairs) - variants(first)} == set()
+        assert {name for name, _ in pairs - first} == set()
     merges = {key for name, key in found[preset]["ahead"] if name == "merge.merge_kernel"}
     assert len(merges) <= 3
 
