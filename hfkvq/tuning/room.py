@@ -45,6 +45,9 @@ class _Counting(MixKVQ):
         """Room for all channels at 16 bits."""
         return head_dim, 0
 
+    def step_rule(self, head_dim: int) -> None:
+        """Rule of the sealing kernel: none, so that each page of prompts and steps asks `channel_bits`."""
+
     def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor:
         """Bits of channels, 16 for all raised ones: u8 (B, H, n, D)."""
         if "query" in self.needs and q_abs is None:
