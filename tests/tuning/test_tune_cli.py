@@ -12,7 +12,6 @@ import torch
 
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import Preset, get_preset
-from hfkvq.kernels import dispatch
 from hfkvq.measure.divergence import measure
 from hfkvq.measure.reference import load_reference
 from hfkvq.tuning.objectives import Custom, LmEvalTasks, ReferenceTasks, TextKLD, Timed
@@ -161,25 +160,6 @@ def test_milliseconds_beside_another_objective(subject):
     assert score.milliseconds > 0
     study = tune("kitty", timed, trials=6, space={"boost_ratio": [0.0, 0.125]}, cost="milliseconds")
     assert study.pick(max_milliseconds=1e9).score.value == 0.0
-
-
-def test_no_trial_is_measured_by_what_goes_in_place_of_kernels(subject):
-    from hfkvq.measure.demo.prompts import Subject
-
-    model, _ = subject
-    awaited = []
-    hook = model.register_forward_pre_hook(lambda *_: awaited.append(dispatch.awaited))
-    try:
-        Timed(Custom(lambda preset: Score(0.0, 3.0), "waste", "minimize"), model, context=40, steps=3).milliseconds(
-            get_preset("kitty")
-        )
-        asked = len(awaited)
-        ReferenceTasks(Subject("tiny", *subject, True), ("recall-4",), samples=2, batch_size=2)(get_preset("kitty"))
-    finally:
-        hook.remove()
-    assert len(awaited) > asked > 3
-    assert all(awaited)
-    assert dispatch.awaited == 0
 
 
 def test_tables_by_budget():
