@@ -792,6 +792,12 @@ def test_recording_the_past_keeps_the_newest_unsealed(scheme):
 # Size.
 
 
+def held_bytes(cache):
+    """Bytes of all memory that a cache's tensors are views of, each once."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(cache.layers)}
+    return sum(storages.values())
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3", "qwen3-next", "deepseek-v3"])
 @pytest.mark.parametrize("name", ["kitty", "kivi-4", "mixkvq", "saw-int4-kv", "full"])
 def test_memory_is_the_sum_of_all_tensors(family, name):
@@ -806,8 +812,7 @@ def test_memory_is_the_sum_of_all_tensors(family, name):
         model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache)
         for i in range(40, 50):
             model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache)
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(cache.layers)}
-    assert cache.memory().total == sum(storages.values())
+    assert cache.memory().total == held_bytes(cache)
 
 
 @pytest.mark.parametrize("when", ["staged", "padded", "queries"])
@@ -826,7 +831,7 @@ def test_memory_counts_what_is_held_in_passing(when):
         with torch.no_grad():
             model(ids[:, :40], attention_mask=mask, past_key_values=cache)
             model(ids[:, :1], past_key_values=cache)
-    assert cache.memory().total == sum(x.nbytes for x in tensors_of(cache.layers))
+    assert cache.memory().total == held_bytes(cache)
 
 
 @pytest.mark.parametrize(
@@ -1126,5 +1131,5 @@ class TestTokenWidths:
         cache = MixedKVCache(config("llama"), alternating())
         cache.update(*(torch.randn(1, HEADS, 50, DIM) for _ in range(2)), 0)
         cache.layers[0].crop(0)
-        assert cache.memory().total == sum(x.nbytes for x in tensors_of(cache.layers))
+        assert cache.memory().total == held_bytes(cache)
         assert cache.memory().code_bits == 3

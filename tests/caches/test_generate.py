@@ -264,16 +264,21 @@ def test_inference_mode():
 # Who else is affected.
 
 
+def attached(cache, model):
+    cache.attach(model)
+    return cache
+
+
 def test_constructors_agree():
-    """A model or its config, a preset's name or the scheme: one and the same."""
+    """A model, or its config and `attach`; a preset's name or the scheme: one and the same."""
     for first, second in [
-        (lambda m: MixedKVCache(m, "kitty-pro"), lambda m: MixedKVCache(m.config, "kitty-pro")),
+        (lambda m: MixedKVCache(m, "kitty-pro"), lambda m: attached(MixedKVCache(m.config, "kitty-pro"), m)),
         (lambda m: MixedKVCache(m, "kitty-pro"), lambda m: MixedKVCache(m, get_scheme("kitty", boost_ratio=0.25))),
         (lambda m: MixedKVCache(m, "kitty"), KittyCache),
         (lambda m: MixedKVCache(m, "saw-int4"), SawInt4Cache),
         (lambda m: MixedKVCache(m, "mixkvq"), MixKVQCache),
         (lambda m: MixedKVCache(m), lambda m: KittyCache(m, **get_scheme("best-3.4").knobs())),
-        (lambda m: MixedKVCache(m, "saw-int4-kv"), lambda m: SawInt4Cache(m.config, rotate="both")),
+        (lambda m: MixedKVCache(m, "saw-int4-kv"), lambda m: attached(SawInt4Cache(m.config, rotate="both"), m)),
     ]:
         models = [build("llama"), build("llama")]
         caches = [make(m) for make, m in zip((first, second), models, strict=True)]

@@ -146,8 +146,8 @@ def test_generate_eager(mode):
 def test_generate_compiles_by_itself(name):
     """Padding, then the same buffers again: a second request and one that goes on, all through one graph."""
     model, (_, mask) = build("llama", num_hidden_layers=2 if name == "kitty" else 1), padded(2, 30)
-    cache, grown = MixedKVCache(model, SCHEMES[name], max_cache_len=160), MixedKVCache(model, SCHEMES[name])
-    graphs = []
+    cache = MixedKVCache(model, SCHEMES[name], max_cache_len=160, graphs=False)
+    grown, graphs = MixedKVCache(model, SCHEMES[name]), []
 
     def counter(module, inputs):
         # A function, which generate's copy of the options does not copy.
@@ -199,7 +199,7 @@ def test_chunked_prompts_under_compilation(name):
     got, expected = (
         _generate(
             model,
-            MixedKVCache(model, SCHEMES[name], max_cache_len=m),
+            MixedKVCache(model, SCHEMES[name], max_cache_len=m, graphs=False),
             ids,
             max_new_tokens=4,
             prefill_chunk_size=20,
@@ -229,7 +229,7 @@ def test_generate_with_sliding_layers(mode):
 
 def test_sliding_layers_are_static_too():
     model, ids = build("gemma3"), prompt(2, 30)
-    cache = MixedKVCache(model, FULL, max_cache_len=90)
+    cache = MixedKVCache(model, FULL, max_cache_len=90, graphs=False)
     expected = _generate(model, DynamicCache(config=model.config), ids, max_new_tokens=40)
     got = _generate(model, cache, ids, max_new_tokens=40, compile_config=compiling("eager"))
     assert torch.equal(got, expected)
@@ -256,7 +256,7 @@ def test_several_tokens_a_step():
 
 def test_generate_beyond_the_capacity_when_compiled():
     model = build("llama")
-    cache = MixedKVCache(model, SCHEMES["kitty"], max_cache_len=45)
+    cache = MixedKVCache(model, SCHEMES["kitty"], max_cache_len=45, graphs=False)
     with pytest.raises(ValueError, match=r"max_cache_len: 45 tokens and 1 new ones exceed the capacity of 45; make"):
         _generate(model, cache, prompt(1, 40), max_new_tokens=20, compile_config=compiling("eager"))
     assert int(cache.get_seq_length()) == 45
@@ -384,7 +384,7 @@ def test_tags_after_compiled_generation():
     """Token ids that a graph has generated are not seen; what is shown later goes on from there."""
     model, ids = build("llama"), prompt(1, 40)
     tagger = SimpleNamespace(tag=lambda ids, mask=None: torch.zeros_like(ids, dtype=torch.uint8))
-    caches = [TriAxialCache(model, tagger=tagger, max_cache_len=n) for n in (120, None)]
+    caches = [TriAxialCache(model, tagger=tagger, max_cache_len=n, graphs=False) for n in (120, None)]
     outs = [
         _generate(model, caches[0], ids, max_new_tokens=20, compile_config=compiling("eager")),
         _generate(model, caches[1], ids, max_new_tokens=20),
@@ -508,7 +508,7 @@ def test_generate_with_padding_within_rows(name):
         model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=MixedKVCache(model, SCHEMES[name], max_cache_len=160),
+            past_key_values=MixedKVCache(model, SCHEMES[name], max_cache_len=160, graphs=False),
             max_new_tokens=60,
             do_sample=False,
             **how,
@@ -541,7 +541,7 @@ def test_padded_rows_token_by_token():
 def test_compiled_chunks_as_short_as_a_step(name, batches):
     """Padding in them is padding, and ARKV sees the prompt; then another batch size after a reset."""
     model = build("llama", num_hidden_layers=1)
-    cache = MixedKVCache(model, SCHEMES[name], max_cache_len=200)
+    cache = MixedKVCache(model, SCHEMES[name], max_cache_len=200, graphs=False)
     for rows in batches:
         ids, mask = padded(rows, 60)
         got, expected = (
