@@ -1,4 +1,4 @@
-"""What the papers claim of their own parts, tried on the reference model: JSON and a picture.
+"""Claims of the papers on their own parts, tried on the reference model: JSON and a picture.
 
     python evals/ablations.py [measure | table] [--samples 12] [--parts mixkvq,arkv,triaxial]
 
@@ -39,13 +39,13 @@ ENTRIES, PROMPT, CONTEXT, CHUNK = 76, 1120, 1536, 32
 """MixKVQ: a list of records is the prompt of a window, questions about it and their answers are the rest."""
 
 FACTOR = 8.0
-"""Of outlier channels of keys; a power of two, so that nothing is rounded."""
+"""Factor of outlier channels of keys; a power of two, so that nothing is rounded."""
 
 ROOMS = (16, 32, 64)
 """Channels of 128 that MixKVQ may raise to 4 bits."""
 
 EQUAL = {16: "kivi-2, g = 64", 32: "kivi-2, g = 32", 64: "kivi-2, g = 32"}
-"""By room, the KIVI that takes as many bits or more."""
+"""KIVI by room: the one that takes as many bits or more."""
 
 BUDGETS = (128, 256)
 """ARKV: KiB of a KV head."""
@@ -54,11 +54,11 @@ BUDGET = 2.7
 """TriAxialKV: mean code bits a token, the paper's."""
 
 VALUE_FACTOR, EVERY = 16.0, 8
-"""Of outlier channels of values, and how far apart they are: four in every group that shares a scale."""
+"""Factor of outlier channels of values, and their distance: four in every group that shares a scale."""
 
 Row = dict[str, Any]
 AXES = ("semantic", "temporal")
-"""Of tags, each left out once; there are no images here."""
+"""Axes of tags, each left out once; there are no images here."""
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -109,7 +109,7 @@ def with_value_outliers(model: ModelT, factor: float, every: int) -> ModelT:
     return changed
 
 
-# What is asked.
+# Questions.
 
 
 def recall_windows(tokenizer: Any, count: int, entries: int = ENTRIES, context: int = CONTEXT) -> Tensor:

@@ -63,7 +63,7 @@ def _schemes(options: bool) -> dict[str, Scheme]:
 
 
 def _chosen(names: Sequence[str]) -> dict[str, Scheme]:
-    """Of presets and options those that are named, or all; a preset may have other options in its name."""
+    """Presets and options that are named, or all; a preset may have other options in its name."""
     known = _schemes(True)
     return {name: known[name] if name in known else get_preset(name).scheme for name in names or known}
 
@@ -87,7 +87,7 @@ def measure(
 
 
 def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """What was measured with the rows that were measured now among them; those that were not there come last."""
+    """Record with the rows that were measured now; rows that were not there come last."""
     fresh = {row["name"]: row for row in new["rows"] if row["name"] != BASELINE}
     rows = [fresh.pop(row["name"], row) for row in old["rows"]]
     return old | {"rows": [*rows, *fresh.values()]}

@@ -1,4 +1,4 @@
-"""How many agents' conversations fit into the same memory: TriAxialKV, uniform INT4 and bf16 over tau-bench's turns.
+"""Agents' conversations that fit into the same memory: TriAxialKV, uniform INT4 and bf16 over tau-bench's turns.
 
     python evals/agent_capacity.py DATA_FOLDER TOKENIZER
 
@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 TRACES = "agent_traces/tau_bench_gpt-4o-airline.json.gz"
 BUDGET = 40 * 2**30
 LAYERS, HEADS, DIM = 64, 8, 128
-"""Of Qwen3-32B."""
+"""Shape of Qwen3-32B."""
 
 SHAPE = LlamaConfig(num_hidden_layers=1, num_attention_heads=64, num_key_value_heads=HEADS, head_dim=DIM)
 

@@ -44,10 +44,10 @@ Messages = list[dict[str, Any]]
 
 
 class Memory(Protocol):
-    """What a model writes into: its public methods are the functions of BFCL's description, answers are plain data."""
+    """Memory that a model writes into: public methods are BFCL's functions, answers are plain data."""
 
     def shown(self) -> str:
-        """What the model sees of it without a call."""
+        """Text that the model sees without a call."""
         ...
 
 
@@ -119,7 +119,7 @@ class KeyValueMemory:
         return json.dumps(self.shelves["core_memory"].values, ensure_ascii=False)
 
     def find(self, name: str) -> Callable[..., dict[str, Any]] | None:
-        """What a function does; None if there is none of this name."""
+        """Implementation of a function; None if there is none of this name."""
         shelf = next((kind for kind in self.shelves if name.startswith(f"{kind}_")), None)
         return None if shelf is None else getattr(self.shelves[shelf], name.removeprefix(f"{shelf}_"), None)
 
@@ -137,7 +137,7 @@ class TextMemory:
         return self.text
 
     def find(self, name: str) -> Callable[..., dict[str, Any]] | None:
-        """What a function does; None if there is none of this name."""
+        """Implementation of a function; None if there is none of this name."""
         return {
             "memory_append": lambda text: self._put(f"{self.text}{text}"),
             "memory_update": self._put,
@@ -176,7 +176,7 @@ def bm25_plus(query: Sequence[str], texts: Sequence[Sequence[str]]) -> list[floa
 
 
 def carry_out(memory: Any, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a call answers; errors are answers, too."""
+    """Answer of a call; errors are answers, too."""
     function = memory.find(name)
     if function is None:
         return {"error": f"there is no function {name!r}"}

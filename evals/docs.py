@@ -72,7 +72,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/schemes.md", "eviction"): eviction_markdown,
     ("evals/README.md", "ablations"): lambda: ablations.markdown(load("ablations")),
 }
-"""What stands between the markers of a name in a document."""
+"""Tables by document and by the name of the markers that they stand between."""
 
 
 def between(text: str, name: str, table: str) -> str:
@@ -143,7 +143,7 @@ def generated() -> dict[Path, str]:
 
 
 def step_times() -> list[str]:
-    """What is wrong with the two times of a step in the README, which stand in a sentence."""
+    """Errors of the two step times in the README, which are in a sentence."""
     rows = [row for part in ("steps", "heavy-layer") for row in load(f"generate-{part}-qwen3-8b-h200")["rows"]]
     long = [row for row in rows if (row["kind"], row["batch"], row["context"]) == ("decode", 1, 32768)]
     said = r"takes ([0-9.]+ ms) with `best-3.4` and ([0-9.]+ ms) with `DynamicCache`"

@@ -26,7 +26,7 @@ KINDS = {
 BOTH_WAYS = ", both ways"
 ENCODERS = ("bert", "bert-generation", "electra", "rembert", "roberta", "roformer")
 
-# By the name of a field, wherever it stands; only fields that the config class has are set.
+# Values by the name of a field, wherever it stands; only fields that the config class has are set.
 _VALUES: dict[int, str] = {
     64: (
         "hidden_size n_embd d_model embed_dim hidden_dim dim projection_dim out_hidden_size intermediate_size "
@@ -89,7 +89,7 @@ _AXES = [
 _INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 32}
 _INDEXER |= {"indexer_compress_ratio": 4}
 
-# What only some families need, by place in their config.
+# Values that only some families need, by place in their config.
 _OWN: dict[str, dict[str, Any]] = {
     name: fields
     for names, fields in (

@@ -16,7 +16,7 @@ from hfkvq.caches import Scheme, get_scheme, list_schemes
 from hfkvq.measure.figures import KIND
 
 RESULTS = Path(__file__).parent / "results"
-# Of several files with a preset the first one counts.
+# The first of several files with a preset counts.
 LOSS = "real-smollm2-h100.json"
 """The model whose figures the package ships: of the two measured, it loses more with every preset."""
 STEPS = (
@@ -131,5 +131,5 @@ def figures() -> dict[str, Any]:
 
 
 def text() -> str:
-    """As the file has it."""
+    """Text of the file."""
     return json.dumps(figures(), indent=1) + "\n"

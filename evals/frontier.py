@@ -28,7 +28,7 @@ FILES = (
 """Older first."""
 
 HEAD_DIM = 64
-"""Of SmolLM2-135M: 30 layers, 3 KV heads."""
+"""Shape of SmolLM2-135M: 30 layers, 3 KV heads."""
 
 SIMULATED_BITS = {
     # Scale and zero point of 16 bits each a token and head.
@@ -61,7 +61,7 @@ def long_context(row: dict[str, Any]) -> str:
 
 
 def earlier(row: dict[str, Any]) -> bool:
-    """Whether what a name stands for has been given other knobs since it was measured."""
+    """True if the preset of a name has other knobs since it was measured."""
     if not row.get("scheme") or row.get("simulated"):
         return False
     then, now = as_it_was(row["scheme"]), get_preset(row["name"]).scheme
@@ -190,7 +190,7 @@ def write_names(
                 # A line to the point, where the name had to move away.
                 arrowprops={"arrowstyle": "-", "lw": 0.6, "color": "0.5"} if abs(dy) > 12 else None,
             )
-            # Of the words alone: an annotation's own extent takes in its line.
+            # The extent is the words' alone: an annotation's own takes in its line.
             text.update_positions(renderer)
             window = Text.get_window_extent(text, renderer)
             box = (window.x0, window.y0, window.x1, window.y1)
@@ -201,7 +201,7 @@ def write_names(
                 break
             text.remove()
         if best is None:
-            # Nothing is free: better over others than not at all.
+            # No place may be free: better over others than not at all.
             axes.annotate(name, at, xytext=(8, 0), textcoords="offset points", fontsize=8.5, color=colors[name])
         else:
             taken.append(best)

@@ -222,11 +222,11 @@ def sweep(device: torch.device) -> None:
 
 
 def attempt(row: Row, work: Callable[[], Any]) -> Any:
-    """What work returns; its error is noted in the row, and None returned."""
+    """Result of work; an error is noted in the row, and None returned."""
     try:
         return work()
     except Exception as error:
-        # Not the error itself: its frames hold the tensors that memory was too small for.
+        # The error's text is kept: its frames hold the tensors that memory was too small for.
         row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         row["oom"] = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
         return None
@@ -257,7 +257,7 @@ def prepare(model: Any, engine: Engine, case: tuple[int, int], row: Row, asked: 
         prompt(cache, context)
         row |= {"prompt_ms": 1e3 * (clock(device) - start), "cache_bytes": allocated(device) - before}
         decoder = Decoder(model, cache, batch, engine.mode == "compiled")
-        # As `generate` does: experts are switched to what is fast for few tokens.
+        # Experts are switched to what is fast for few tokens, as `generate` does.
         with getattr(model, "_optimize_model_for_decode", contextlib.nullcontext)():
             row["first_step_s"] = decoder.timed(1)
             if not bool(torch.isfinite(decoder.step()).all()):

@@ -47,7 +47,7 @@ are of DeepSeek's."""
 
 
 def texts(gsm8k: Path) -> dict[str, Text]:
-    """What is scored, by name."""
+    """Scored texts by name."""
     return {
         "tasks": Text("the reference tasks", reference_documents(), ""),
         "problems": Text("GSM8K, as the model was trained on it", read_problems(gsm8k), ""),
@@ -71,7 +71,7 @@ def spelled(row: dict[str, Any]) -> str:
 
 
 def table() -> str:
-    """What was measured, in Markdown: rows by how far they are from `DynamicCache` on problems."""
+    """Table in Markdown: rows by how far they are from `DynamicCache` on problems."""
     found = json.loads(RESULTS.read_text(encoding="utf-8"))["texts"]
     tasks = {row["name"]: row for row in found["tasks"]["rows"]}
     lines = []

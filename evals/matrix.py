@@ -74,7 +74,7 @@ def _generate(model: Any, make: Make, ids: Tensor, **options: Any) -> Tensor:
 
 
 def _encoded(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """What an encoder is given: text, sound or samples."""
+    """Inputs of an encoder: text, sound or samples."""
     name, generator = model.main_input_name, torch.Generator().manual_seed(3)
     if name == "input_ids":
         return {"input_ids": ids[:, :PROMPT]}
@@ -315,7 +315,7 @@ def _dense_calls() -> Iterator[list[int]]:
 
 
 def _described(model: Any) -> dict[str, Any]:
-    """What a cache makes of a model's layers, and whether a step dequantizes them."""
+    """Kinds of layers that a cache makes of a model's, and whether a step dequantizes them."""
     latents = latent_dims(model.config.get_text_config(decoder=True)) is not None
     cache = MixedKVCache(model, small("latent-4" if latents else "kitty-pro"))
     others = sorted({type(x).__name__ for i, x in enumerate(cache.layers) if i not in cache._compressed})

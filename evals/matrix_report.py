@@ -47,7 +47,7 @@ run some of the families at each change, and all of them on demand.
 
 
 def _counted(rows: Iterable[Row]) -> tuple[str, list[tuple[str, str, str]]]:
-    """How many families and cells are what, in a sentence, and the cells that are wrong."""
+    """Numbers of families and cells by outcome, in a sentence, and the cells that are wrong."""
     full = [row for row in rows if "modes" in row]
     cells = [cell for row in full for cell in _cells(row).values() if not cell.startswith(NOT_OURS)]
     equal, refused = sum(x in ("equal", "runs") for x in cells), sum(x.startswith("refused") for x in cells)

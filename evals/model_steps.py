@@ -110,7 +110,7 @@ def config_of(shape: str, layers: int | None) -> PreTrainedConfig:
 
 
 def captured(cache: Any) -> bool:
-    """Whether a step of a cache of ours was captured as a CUDA graph."""
+    """True if a step of a cache of ours was captured as a CUDA graph."""
     buffers = None if cache.graphs is None else cache.graphs.sync.buffers
     return bool(buffers is not None and buffers.recordings)
 
@@ -210,7 +210,7 @@ def planned(row: dict[str, Any]) -> int:
     layers = outline_of(config).layers
     windows = sum(layer.window * layer.heads * (layer.key_dim + layer.value_dim) for layer in layers)
     each = sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in layers if not layer.window)
-    # Of the tokens that the timed steps have added, the record has the elements.
+    # The record has the elements of the tokens that timed steps added.
     seen = round((8 * (row["bytes"] - row["states"]) / row["bits"] - windows) / each)
     # It kept no tokens whole then.
     bare = ":sink_length=0" if row["cache"].startswith("saw-int4") else ""

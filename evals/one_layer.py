@@ -17,7 +17,7 @@ RESULTS, DOCS = ROOT / "evals" / "results", ROOT / "docs"
 RUN = "kernels-h200"
 SHAPES = ((32, 32768), (1, 131072), (32, 8192), (1, 8192), (1, 1024))
 HELD = ("2-bit", "kitty-pro", "best-2.5", "saw-int4")
-"""What is to be twice as fast as every quantized kernel of others with as many bits or more."""
+"""Formats that are to be twice as fast as every quantized kernel of others with as many bits or more."""
 CLIP = 70
 """Characters of what a peer's error says."""
 ALIKE = 1.02
@@ -43,7 +43,7 @@ TITLES = {
 
 
 def title_of(row: Row) -> str:
-    """As tables name it."""
+    """Name in tables."""
     name = row["name"]
     return TITLES.get(name, f"`{name}`" if row["kind"] == "format" and "," not in name else name)
 
@@ -78,7 +78,7 @@ def heads(sizes: Sequence[tuple[int, int]]) -> list[str]:
 
 
 def said(record: Record) -> str:
-    """What was measured where."""
+    """Times by kernel and size."""
     row = record["rows"][0]
     return (
         f"{record['gpu']}, {row['heads']} query and {row['kv_heads']} KV heads of {row['head_dim']}, medians of "

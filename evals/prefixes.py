@@ -1,4 +1,4 @@
-"""Which page formats keep a prompt best: divergence behind prefixes that are rounded by the library's own formats.
+"""Comparison of page formats for prompts: divergence behind prefixes that are rounded by the library's own formats.
 
     python evals/prefixes.py LINES OUT.json --text FILE [--text FILE ...] [--prefix 7232] [--scored 512] [--windows 2]
 

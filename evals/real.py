@@ -184,7 +184,7 @@ def write(path: Path, content: Any) -> None:
 
 
 def job_file(out: Path, job: Job) -> Path:
-    """Where a job's figures are."""
+    """File of a job's figures."""
     preset = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in Path(job[1]).name)
     return out / f"{job[0]}-{preset}.json"
 
@@ -210,7 +210,7 @@ class Bench:
         self.manager: Any = None
 
     def about(self) -> Record:
-        """What all figures of this process depend on."""
+        """Settings that all figures of this process depend on."""
         packages = versions("torch", "triton", "transformers", "lm_eval")
         about = {"model": self.source.name, "model_file": self.source.origin or None, "versions": packages}
         return {**about, "commit": os.environ.get("HFKVQ_COMMIT") or commit(), "device": device_name(self.lm.device)}
@@ -297,7 +297,7 @@ def task_record(rows: Iterable[Record]) -> Record:
 def serve(setup: Record) -> None:
     """Does jobs as they come on standard input, one JSON line each, and answers each with a line."""
     reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # What libraries print is for the log.
+    # Output of libraries goes to the log.
     os.dup2(2, 1)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -427,7 +427,7 @@ def read_jobs(out: Path, parts: Sequence[str], presets: Sequence[str]) -> dict[J
 
 
 def compare(base: Record, other: Record) -> Record:
-    """What a cache lost and gained in a part, question by question, its main metric alone."""
+    """Questions that a cache lost and gained in a part, question by question, its main metric alone."""
     first: list[float] = []
     second: list[float] = []
     for task, one in base["tasks"].items():

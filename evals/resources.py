@@ -1,4 +1,4 @@
-"""What kernels take of a GPU that need not be there: registers, spilled bytes, shared memory, programs at a time.
+"""Resources of kernels, without a GPU: registers, spilled bytes, shared memory, programs at a time.
 
     PYTHONPATH=. python evals/resources.py [--gpus 80,89,90,100,120] [--presets kitty-pro,saw-int4]
 
@@ -41,7 +41,7 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 PRESETS = ("kitty-pro", "saw-int4", "kivi-2", "mixkvq", "triaxial", "kvarn", "full")
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
-# What is compiled of each preset; the rest is small.
+# These are compiled for each preset; the rest is small.
 KERNELS = {
     "decode_kernel": "attention",
     "merge_kernel": "merge",
@@ -56,7 +56,7 @@ Row = dict[str, Any]
 
 
 def every(preset: str, device: torch.device) -> Iterator[tuple[StoreFormat, Wanted]]:
-    """What a layer of Qwen3-8B's shape launches, for one query and for sixteen, and what dequantizes its pages."""
+    """Launches of a layer of Qwen3-8B's shape, for one query and for sixteen, and what dequantizes its pages."""
     scheme = get_scheme(preset)
     plan = normal(layer_plan(scheme, LayerShape(HEADS, KV_HEADS, DIM), torch.bfloat16))
     for each in wanted(plan, HEADS, plan.rule or None, SEVERAL, device):
@@ -73,7 +73,7 @@ def resources(compiled: Any) -> Row:
         command = [str(TOOL), "--dump-resource-usage", file.name]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {name: int(re.search(rf"\b{name}:(\d+)", said)[1]) for name in ("REG", "STACK")}
-    # What the kernel's code adds is the same in all and counted with the launch.
+    # The kernel's code adds the same in all and counted with the launch.
     return {
         "registers": found["REG"],
         "spilled": found["STACK"],
@@ -110,7 +110,7 @@ def work(number: int, presets: Sequence[str]) -> tuple[list[Row], Row]:
 
 
 def variant(each: Wanted) -> str:
-    """What tells a kernel's variants apart."""
+    """Key that tells a kernel's variants apart."""
     names = ("SEVERAL", "BM", "BITS", "GROUP", "PER_CHANNEL", "ROTATE", "TOKEN_MAJOR", "BS", "BD")
     said = [f"{name}={each.constants[name]}" for name in names if name in each.constants]
     return ", ".join(said)
@@ -150,7 +150,7 @@ def main() -> None:
     given = parser.parse_args()
     presets, rows, limits = given.presets.split(","), [], {}
     for number in map(int, given.gpus.split(",")):
-        # What goes wrong there is raised here.
+        # Errors there are raised here.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
             own, limits[str(number)] = process.submit(work, number, presets).result()
         rows += own

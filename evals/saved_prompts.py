@@ -29,7 +29,7 @@ NEW = 16
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """What a call returns, and its seconds."""
+    """Result of a call, and its seconds."""
     start = clock(device)
     found = call()
     return found, clock(device) - start

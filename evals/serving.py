@@ -265,7 +265,7 @@ def measure(args: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -
     return found
 
 
-# What is shown.
+# Rows that are shown.
 
 
 def table(rows: dict[tuple[str, str, str], dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Whether served tokens are those of plain `generate`: the same prompts all at once, and one by one.
+"""Comparison of served tokens with those of plain `generate`: the same prompts all at once, and one by one.
 
     PYTHONPATH=. python evals/serving_tokens.py [--model reference] [--schemes none,saw-int4,kitty-pro,best-2.5]
         [--requests 32] [--new 64] [--json FILE]

@@ -159,7 +159,7 @@ def bounds(shape: Shape, query: Tensor, keys: Tensor, replays: int, copied: floa
         try:
             measured: Timing | str = time_calls([partial(attend, query, x, x) for x in copies], replays)
         except RuntimeError as error:
-            # Not every GPU and build has all.
+            # Some GPUs and builds lack one.
             measured = first_line(error)
         yield row_of(shape, name, kind, measured, nbytes, copied, remark=remark)
 

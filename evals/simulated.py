@@ -43,7 +43,7 @@ ROW = 1024
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """How a method holds one layer.
+    """Layer of a simulated method.
 
     Attributes:
         keys: tokens (B, H, n, D) of any dtype, in the model's basis, to what the method would read back, f32.

@@ -109,7 +109,7 @@ def drift(values: list[float]) -> float:
 
 
 def off_line(blocks: list[dict[str, Any]]) -> float:
-    """How far the last quarter's times are from the line through all others."""
+    """Distance of the last quarter's times from the line through all others."""
     blocks = blocks[1:]
     quarter = max(len(blocks) // 4, 1)
     if len(blocks) < 4:
@@ -120,7 +120,7 @@ def off_line(blocks: list[dict[str, Any]]) -> float:
 
 
 def soak(steps: int, tokens: int, scheme: str = "kitty-pro") -> dict[str, Any]:
-    """What both parts have found."""
+    """Findings of both parts."""
     run = Soak(scheme)
     resets, growth = run.resets(steps), run.growth(tokens)
     verdict = {

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CHARACTERS = 160_000
-"""Of each text: at least four windows of 7,680 tokens."""
+"""Least length of each text: at least four windows of 7,680 tokens."""
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "hfkvq" / "measure" / "texts"

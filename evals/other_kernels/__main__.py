@@ -66,7 +66,7 @@ PEERS: dict[str, type[Peer]] = {
         Kitty,
     )
 }
-"""By name; unquantized ones first."""
+"""Peers by name; unquantized ones first."""
 
 SEARCH_REPLAYS = 5
 
@@ -78,7 +78,7 @@ MOST_QUERIES = 64
 
 Data = tuple[Tensor, Tensor, Tensor]
 Findings = Mapping[str, Mapping[str, float | str]]
-"""By peer and variant: the error, or why it is not timed."""
+"""Checks by peer and variant: the error, or why it is not timed."""
 
 
 def present(names: Iterable[str]) -> list[Peer]:
@@ -164,7 +164,7 @@ def allowed_of(peer: Peer, shape: Shape, data: Data) -> float:
 
 
 def taking(peers: Iterable[Peer], shape: Shape) -> list[Peer]:
-    """Those that take as many queries of a row as the shape has."""
+    """Peers that take as many queries of a row as the shape has."""
     return [peer for peer in peers if shape.queries == 1 or peer.several]
 
 

@@ -75,7 +75,7 @@ class _FlashAttention(Peer):
     def scheduled(
         self, shape: Shape, lengths: Tensor, options: dict[str, Any], page: int, dtype: torch.dtype
     ) -> dict[str, Any]:
-        """What vLLM works out once a step, for all layers."""
+        """Schedule that vLLM works out once a step, for all layers."""
         return {}
 
 

@@ -93,7 +93,7 @@ class _Kitty(Peer):
         return Prepared(cache, attend, read, partial(self._exact, shape, layer, keys, values))
 
     def bytes_of_pages(self, shape: Shape, key_pages: int, value_pages: int) -> int:
-        """What whole pages take: codes, channels' places, scales and zeros."""
+        """Tensors of whole pages: codes, channels' places, scales and zeros."""
         dim = shape.head_dim
         of_keys = PAGE // 4 * (dim + self.boosted) + dim + 4 * dim
         of_values = PAGE * dim // 4 + 4 * PAGE

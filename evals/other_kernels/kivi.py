@@ -34,7 +34,7 @@ def pack(x: Tensor, bits: int, axis: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def unpacked(words: Tensor, scale: Tensor, least: Tensor, bits: int, axis: int) -> Tensor:
-    """What `pack` stands for, fp32."""
+    """Values that `pack` stands for, fp32."""
     per = 32 // bits
     codes = (
         words.unsqueeze(axis + 1) >> (bits * torch.arange(per, device=words.device)).view(-1, *[1] * (2 - axis))

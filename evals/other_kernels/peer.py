@@ -1,4 +1,4 @@
-"""What every peer has in common: a decode kernel of another package, over its own layout."""
+"""Base of peers: a decode kernel of another package, over its own layout."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Peer(ABC):
 
     @property
     def quantized(self) -> bool:
-        """Whether it reads fewer than 16 bits a value."""
+        """True if it reads fewer than 16 bits a value."""
         return max(self.code_bits) < 16
 
     def missing(self) -> str:

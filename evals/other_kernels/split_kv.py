@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 FAILURES = (RuntimeError, TritonError)
-"""What a kernel that does not fit this GPU, or a full memory, raises."""
+"""Errors of a kernel that does not fit this GPU, or of a full memory."""
 
 BLOCK = 64
 """Tokens a step."""
@@ -23,7 +23,7 @@ _LOG2_E = 1.4426950408889634
 
 
 class Tuning(NamedTuple):
-    """What is left to choose: programs to aim at a multiprocessor, loads in flight, warps a program."""
+    """Choices of a launch: programs to aim at a multiprocessor, loads in flight, warps a program."""
 
     programs_per_sm: int = 4
     stages: int = 3
@@ -31,7 +31,7 @@ class Tuning(NamedTuple):
 
 
 GRID = tuple(Tuning(programs, stages, 4) for stages in (2, 3, 4) for programs in (2, 4, 8, 16))
-"""What the benchmark tries at each shape; the fastest is the baseline."""
+"""Variants that the benchmark tries at each shape; the fastest is the baseline."""
 
 
 @triton.jit(do_not_specialize=["SPLITS"])

@@ -14,7 +14,7 @@ from hfkvq.measure.bench.cases import Shape
 
 PAGE = 128
 SPLITS = (32, 64, 128, 256)
-"""Of the tokens; vLLM's own default is the first."""
+"""Variants; vLLM's own default is the first."""
 
 
 def rotation(dim: int, device: torch.device) -> Tensor:

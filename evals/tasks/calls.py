@@ -77,7 +77,7 @@ def _with_answers(name: str, data_dir: str | None) -> list[tuple[Row, Row]]:
 
 
 def conversations(scenario: str, data_dir: str | None) -> list[list[list[Row]]]:
-    """What the user said before the questions of a scenario: messages by conversation and turn."""
+    """Messages of the user before the questions of a scenario: messages by conversation and turn."""
     rows = read_jsonl(data_dir, f"bfcl/memory_prereq_conversation/memory_{scenario}.json")
     return [conversation["question"] for conversation in rows]
 
@@ -115,7 +115,7 @@ def _schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def score_call(doc: Row, results: Sequence[str]) -> dict[str, float]:
-    """Whether the answer is exactly one call, and a possible one."""
+    """True if the answer is exactly one call, and a possible one."""
     calls = parse_calls(results[0])
     if calls is None or len(calls) != 1:
         return {"acc": 0.0}
@@ -123,7 +123,7 @@ def score_call(doc: Row, results: Sequence[str]) -> dict[str, float]:
 
 
 def score_memory(doc: Row, results: Sequence[str]) -> dict[str, float]:
-    """Whether the answer has one of the right answers as whole words."""
+    """True if the answer has one of the right answers as whole words."""
 
     def plain(text: str) -> str:
         return re.sub(r"[,./\-_*^()]", "", text).lower().replace("'", '"')
@@ -191,7 +191,7 @@ def _as_call(value: Any) -> Call | None:
 
 
 def matches(call: Call, expected: Mapping[str, Mapping[str, Sequence[Any]]], schema: Mapping[str, Any]) -> bool:
-    """Whether a call is one that BFCL allows.
+    """True if a call is one that BFCL allows.
 
     Args:
         call: name and arguments.

@@ -1,4 +1,4 @@
-"""What the tasks share: rows of local files or of the Hub, lm-eval's own YAML with another loader, chat templates."""
+"""Shared parts of tasks: rows of local files or of the Hub, lm-eval's own YAML with another loader, chat templates."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read_jsonl(data_dir: str | None, name: str) -> list[Row]:
         )
     raw = found[0].read_bytes()
     text = (gzip.decompress(raw) if found[0].suffix == ".gz" else raw).decode("utf-8")
-    # Not splitlines(): JSON strings may hold U+2028 as it is.
+    # Lines end at "\n" alone, not as by splitlines(): JSON strings may hold U+2028 as it is.
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
@@ -74,7 +74,7 @@ def as_dataset(**splits: list[Row]) -> datasets.DatasetDict:
 
 
 def after_thoughts(text: str) -> str:
-    """What follows the thoughts; the whole text if there are none. The tag that begins them may be in the prompt."""
+    """Text behind the thoughts; the whole text if there are none. The tag that begins them may be in the prompt."""
     return text.rpartition("</think>")[2]
 
 

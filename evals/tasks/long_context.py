@@ -74,7 +74,7 @@ class LongBenchTask(Task):
             custom_dataset=load,
             dataset_kwargs={"longbench": name},
             process_results=score,
-            # Not upstream's version: prompts and scores differ.
+            # The version differs from upstream's: prompts and scores differ.
             metadata={"version": 1.0, **(config.get("metadata") or {})},
             metric_list=[{"metric": "score", "aggregation": "mean", "higher_is_better": True}],
         )

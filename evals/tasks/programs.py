@@ -39,7 +39,7 @@ _RUN += "exec(compile(program, 'program', 'exec'), namespace); print(token, end=
 
 
 def passes(program: str, seconds: float = SECONDS) -> bool:
-    """Whether a program runs to its end without an error, within the time."""
+    """True if a program runs to its end without an error, within the time."""
     token = os.urandom(16).hex()
     keep = {name: os.environ[name] for name in ("SYSTEMROOT", "PATH") if name in os.environ}
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ def humaneval(data_dir: str | None = None, **_: Any) -> datasets.DatasetDict:
 
 
 def program(doc: Row, answer: str) -> str:
-    """What is run: the function, completed by ``answer`` or replaced by one it contains, and its tests."""
+    """Program to run: the function, completed by ``answer`` or replaced by one it contains, and its tests."""
     code = answer if f"def {doc['entry_point']}(" in answer else doc["prompt"] + answer
     # The prompt may import what a rewritten function uses.
     head = "" if code.startswith(doc["prompt"]) else doc["prompt"].split("\ndef ")[0].split("def ")[0]
@@ -96,7 +96,7 @@ def code_of(text: str) -> str:
 
 
 def score(doc: Row, results: Sequence[str]) -> dict[str, float]:
-    """Whether the completed function passes its tests."""
+    """True if the completed function passes its tests."""
     return {"pass@1": float(passes(program(doc, results[0])))}
 
 

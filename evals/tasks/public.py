@@ -58,7 +58,7 @@ def _aime(name: str, hub: Sequence[str | None], data_dir: str | None) -> dataset
 
 
 def score_math(doc: Row, results: Sequence[str]) -> dict[str, float]:
-    r"""Whether the answer equals ``doc["gold"]``: a ``\boxed`` one first, else what else can be parsed."""
+    r"""True if the answer equals ``doc["gold"]``: a ``\boxed`` one first, else what else can be parsed."""
     from math_verify import parse, verify
 
     return {"math_verify": float(verify(gold=parse(doc["gold"]), target=parse(after_thoughts(results[0]))))}

@@ -105,7 +105,7 @@ def _made(example: str, size: int | None, samples: int, seed: int) -> list[Examp
 
 
 def _subject(metadata: dict[str, Any]) -> Subject:
-    """What is to be asked: without a name, or with the reference model's template, the reference model."""
+    """Text of the question: without a name, or with the reference model's template, the reference model."""
     name = tokenizer_name(metadata)
     if name is None:
         return Subject("reference model", None, None, True)
@@ -119,14 +119,14 @@ def _row(each: Example, subject: Subject) -> Row:
 
 
 def score(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Whether the answer is right: exactly for the reference model; of others, the last number counts."""
+    """True if the answer is right: exactly for the reference model; of others, the last number counts."""
     subject = Subject("", None, None, doc["reference"])
     each = Example(doc["task"], doc["prompt"], doc["answer"], ())
     return {"exact_match": float(is_right(subject, each, results[0]))}
 
 
 def score_choices(doc: dict[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, float]:
-    """Whether the right value is the likeliest, and its negative log-likelihood in nats a digit or letter."""
+    """Flag that the right value is the likeliest, and its negative log-likelihood in nats a digit or letter."""
     likelihoods = [likelihood for likelihood, _ in results]
     gold = doc["gold"]
     best = max(range(len(likelihoods)), key=likelihoods.__getitem__)

@@ -98,8 +98,8 @@ class MixedKVCache(SavedCache, Cache):
             buffers. Steps that cannot be captured run without graphs, and a warning says why, once. None takes the
             environment variable HFKVQ_GRAPHS (1 or 0), or True. Without graphs, steps at a fixed capacity are compiled,
             as with ``StaticCache``. Compiled steps ignore masks: only the prompt's padding stays hidden.
-        headroom: share by which buffers of steps exceed what a growing cache holds: at most 4,096 tokens, and at least
-            128 where steps are captured, else a page. 0 stands for a page in either case.
+        headroom: share by which buffers of captured steps exceed what a growing cache holds: at least 128 and at most
+            4,096 tokens. With 0, and where steps are not captured, buffers are a page ahead.
         offloading: whether pages are kept in the host's memory, where the GPU reads them over the bus; sinks, newest
             tokens and tables stay on the GPU. True: all layers that hold all tokens; a number: that many last ones.
         attach: whether to switch the attention implementation.

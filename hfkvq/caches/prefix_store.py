@@ -67,7 +67,7 @@ def _sums(x: Tensor) -> list[int]:
 
 
 FORMAT = 3
-"""Of the store's files, and of files of caches: those of another format are in another folder."""
+"""Format of the store's files and of files of caches: those of another format are in another folder."""
 
 DEFAULT_BYTES = 2**35
 _HEADER, _LINE = 1000, 160

@@ -21,11 +21,11 @@ POWERS = (0, 2, 3, 4)
 """Powers of the error that a fit can sum; 0 fits nothing."""
 
 RATIOS, ROUNDS = 3, 3
-"""How often the range is clipped, the first time by nothing, and what is judged of each: itself, and what two rounds of
-least squares make of it. Six ratios with a round more lose 1 to 2 % less."""
+"""Number of times that the range is clipped, the first time by nothing, and of candidates for each: itself, and
+two rounds of least squares. Six ratios with a round more lose 1 to 2 % less."""
 
 CUT2, CUT4 = 1 / 4, 1 / 16
-"""By what share of the range a ratio is less than the one before, at 2 and at 4 bits."""
+"""Share of the range by which a ratio is less than the one before, at 2 and at 4 bits."""
 
 FRACTION = 12
 """Bits of a fraction of a step."""
@@ -107,7 +107,7 @@ class Groups:
 
     @cached_property
     def _cuts(self) -> Tensor:
-        """By what share of itself the range is clipped, but for the first ratio, which clips nothing."""
+        """Shares of itself by which the range is clipped, but for the first ratio, which clips nothing."""
         ratio = torch.arange(1, RATIOS, device=self.x.device).view(-1, *[1] * self.x.dim())
         return ratio * torch.where(self.levels > 3, CUT4, CUT2).float()
 

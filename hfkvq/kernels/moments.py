@@ -8,7 +8,7 @@ from torch import Tensor
 from .dispatch import call, define, triton_slot
 
 LEAST = 1e-10
-"""What ARKV's released code adds to a probability before it takes the logarithm."""
+"""Constant that ARKV's released code adds to a probability before the logarithm."""
 
 
 @define("attention_moments")

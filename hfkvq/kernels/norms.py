@@ -20,10 +20,10 @@ LEAST = 0.5488
 
 
 RULES = ("error", "deviation")
-"""How pages may be balanced, see `page_norms`."""
+"""Rules of balancing pages, see `page_norms`."""
 
 DEVIATIONS, FACTORS = (1e-3, 1e3), (0.7408182206817179, 22026.465794806718)
-"""What the rule "deviation" holds standard deviations and factors within; of factors e^-0.3 and e^10."""
+"""Bounds of standard deviations and factors in the rule "deviation"; of factors e^-0.3 and e^10."""
 
 
 class Balance(NamedTuple):

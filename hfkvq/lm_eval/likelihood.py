@@ -54,7 +54,7 @@ class Group:
 
 
 def group_requests(requests: Sequence[Request]) -> list[Group]:
-    """By head, longest first: memory runs out early if at all. Groups without a head come last."""
+    """Groups of requests by head, longest first: memory runs out early if at all. Groups without a head come last."""
     groups: dict[tuple[int, ...], Group] = {}
     for number, request in enumerate(requests):
         group = groups.setdefault(request.head, Group(request.head))

@@ -47,8 +47,8 @@ SAFE_TOP1, UNSAFE_TOP1 = 0.90, 0.75
 6 %. With a quarter changed it is another text."""
 
 LOSSY_LOST, UNSAFE_LOST, LEAST_LOST = 0.25, 0.75, 2
-"""Of the right answers of `DynamicCache`, the share that may be lost before a preset is lossy, the share from which it
-is unsafe, and how many have to be lost for either. One may be chance: at the edge of what a model can do, any rounding
+"""Shares of the right answers of `DynamicCache`: the share that may be lost before a preset is lossy, the share from
+which it is unsafe, and the least number for either. One may be chance: at the edge of a model's ability any rounding
 changes answers."""
 
 TASK_WORKS = 0.5
@@ -85,8 +85,8 @@ EFFORTS = {
     "cpu": Effort(2, 512, 64, ("copy-256", "passkey-256"), 2, 2),
     "cuda": Effort(8, 2048, 64, ("copy-512", "passkey-2000"), 8, 4),
 }
-"""By the kind of device, for about a minute, on a CPU with a small model. Prompts are longer than sinks and windows, so
-much of what is attended to is compressed; on a GPU also longer than ARKV's budget."""
+"""Amounts by the kind of device, for about a minute, on a CPU with a small model. Prompts are longer than sinks and
+windows, so much of what is attended to is compressed; on a GPU also longer than ARKV's budget."""
 
 
 def judge(

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 NOTHING = "–"
-"""Where there is no number."""
+"""Cell without a number."""
 
 
 def narrow_table(**options: Any) -> Table:

@@ -46,7 +46,7 @@ ENTRY = "init_continuous_batching"
 """The method of models that all ways to the engine begin with."""
 
 KEPT = "_cached_continuous_batching_manager"
-"""Where models have the manager that is kept for the next call (``persistent_manager``)."""
+"""Attribute of models for the manager that is kept for the next call (``persistent_manager``)."""
 
 MOST_BLOCKS = 128
 """Blocks of a request in batches of steps alone, where the user says nothing; longer requests take the slower way."""

@@ -25,7 +25,7 @@ MOST_SLOTS = 1024
 """Slots, where the user does not say how many requests a batch has."""
 
 USUAL_TOKENS = 4096
-"""Of a request, where nobody says how many: there are as many slots as requests of this length fit."""
+"""Tokens of a request, by default: there are as many slots as requests of this length fit."""
 
 
 class SlotPages(CompressedPages):
@@ -39,7 +39,7 @@ class SlotPages(CompressedPages):
     """
 
     asked: ClassVar[int | None] = None
-    """How many requests a batch has, if the user says so."""
+    """Number of requests in a batch, if the user says so."""
     usual: ClassVar[int] = USUAL_TOKENS
     """Tokens of a usual request."""
 

@@ -141,4 +141,4 @@ def _give_up(graph: torch.cuda.CUDAGraph, key: Any, pool: _Pool) -> None:
 
 
 RECORDERS: dict[str, Any] = {"cuda": CapturedGraph}
-"""What captures steps, by type of device."""
+"""Recorders of steps, by type of device."""

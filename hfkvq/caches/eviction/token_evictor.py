@@ -28,7 +28,7 @@ NEVER = 1 << 62
 """Tokens that no row will ever have."""
 
 Rows = frozenset[tuple[int, int]]
-"""What rows may be like: tokens given so far, and tokens held."""
+"""States that rows may be in: tokens given so far, and tokens held."""
 
 
 class TokenEvictor(Eviction[EvictionScheme]):

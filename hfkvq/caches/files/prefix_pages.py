@@ -28,7 +28,7 @@ PAGES = "pages"
 """Name of what a file holds of a piece: u8 (n,), tensor behind tensor; small files of hundreds are slow to read."""
 
 _GROUP_BYTES = 2**27
-"""Of pieces that are moved at a time: it bounds the memory for them, and a copy a layer is worth its call."""
+"""Bytes of pieces that are moved at a time: they bound the memory for them, and a copy a layer is worth its call."""
 
 
 class Part(NamedTuple):

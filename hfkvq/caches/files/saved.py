@@ -28,7 +28,7 @@ _STOCK = ("DynamicLayer", "DynamicSlidingWindowLayer")
 """Layers of Transformers that can be saved: their state is keys, values, and how many tokens came."""
 
 STATES = "states"
-"""Of a layer's numbers and tensors: those of its recurrent states."""
+"""Prefix of the names of a layer's recurrent states, among its numbers and tensors."""
 
 
 class SavedCache(WholeCache):

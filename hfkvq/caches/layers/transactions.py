@@ -23,7 +23,7 @@ from ..layer_state.update import seal_due
 from .paged import PagedLayer
 
 Beside = Sequence[tuple[Any, Callable[[], None]]]
-"""What else changes with the layers: objects, and what does it to each."""
+"""Objects that change with the layers, and the operation for each."""
 
 
 def crop(layers: Sequence[Any], tokens_to_remove: Any, beside: Beside = ()) -> None:

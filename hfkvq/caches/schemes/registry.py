@@ -11,7 +11,7 @@ LISTS = ("demo", "kld", "bench kernels", "fit")
 """Commands that show presets, by the name of the list that each shows unless it is told otherwise."""
 
 GROUPS = ("scheme", "eviction", "control", "baseline")
-"""What a preset is in a comparison: a scheme, one that evicts tokens and holds what stays in any other scheme's pages,
+"""Role of a preset in a comparison: a scheme, one that evicts tokens and holds what stays in any other scheme's pages,
 the lossless control, or a baseline that is expected to lose."""
 
 

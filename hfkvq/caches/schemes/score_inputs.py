@@ -14,7 +14,7 @@ from hfkvq import kernels
 from hfkvq.kernels.arguments import AttentionArguments
 
 Kind = Literal["attention", "received", "queries", "keys", "values"]
-"""What `Evidence` can be asked for, by the name of its field."""
+"""Kinds of `Evidence`, by the name of its field."""
 
 ELEMENTS = 1 << 24
 """Probabilities computed at a time: 64 MiB of f32."""

@@ -6,7 +6,7 @@ from .base import Scheme
 from .full import Full
 
 PAYS = 4
-"""How many times a scheme's own unquantized tokens a window has to have, for its pages to pay."""
+"""Least ratio of a window's tokens to a scheme's own unquantized tokens, for its pages to pay."""
 
 PAGE = 32
 """Tokens of a window's 16-bit pages at the most: a ring of large ones would hold much more than the window."""

@@ -47,15 +47,15 @@ def room_ahead(buffers: Sequence[StepBuffer], need: int, headroom: float, captur
     Args:
         buffers: of the layers.
         need: columns.
-        headroom: the share; 0 for one page.
-        captured: whether steps over the buffers are captured.
+        headroom: the share where steps are captured, since a buffer that moves is captured again; 0 for one page.
+        captured: whether they are. Else a buffer is one page ahead, and is copied once a page.
     """
     stores = [(buffer, buffer.layer.store) for buffer in buffers if buffer.layer.store is not None]
+    if not captured or not headroom:
+        return need + max(formats[0].page_size for _, store in stores for formats in store.format.runs)
     held = [store.longest for buffer, store in stores if buffer.evicts_prompts_alone]
-    page = max(formats[0].page_size for _, store in stores for formats in store.format.runs)
-    least = LEAST_HEADROOM if captured and headroom else page
     share = int(max(held, default=need) * headroom)
-    return need + max(least, min(share, MOST_HEADROOM))
+    return need + max(LEAST_HEADROOM, min(share, MOST_HEADROOM))
 
 
 class StepBuffer(Part):

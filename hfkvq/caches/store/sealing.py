@@ -143,7 +143,7 @@ def seal_by_width(
 
 
 Pages = tuple[Sequence[Tensor], Tensor, Tensor, Tensor]
-"""Where tokens go: tensors of one side's pages, their table, tokens there so far, and new ones."""
+"""Destination of tokens: tensors of one side's pages, their table, tokens there so far, and new ones."""
 
 
 def write_pages(

@@ -224,9 +224,9 @@ class StoreState:
 
     @property
     def wide_most(self) -> int:
-        """The most tokens that any row has in its last run and its tail."""
+        """The most tokens that any row has in its last run and its tail; its first ones are in the sink."""
         held, longest = self.wide_bound
-        return held + self.longest - longest
+        return min(held + self.longest - longest, max(self.longest - self.sizes.sink, 0))
 
     def counted(self) -> Counters | None:
         """The counters, if the host knows them."""

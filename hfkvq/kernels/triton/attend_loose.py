@@ -15,7 +15,7 @@ from .tiles import as_operand, as_product, dotable, put
 
 @triton.jit
 def loose_counters(counters, i_b, B, KIND: tl.constexpr, RUN: tl.constexpr, TOTAL: tl.constexpr):
-    """As `row_counters`; of the tail behind several runs (KIND 1), what all of them have sealed."""
+    """Counters as of `row_counters`; of the tail behind several runs (KIND 1), what all of them have sealed."""
     i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, 0 if KIND == 1 else RUN)
     if KIND == 1:
         for i in tl.static_range(1, TOTAL):

@@ -37,7 +37,7 @@ GPUS = {
     100: Gpu("sm_100", 10, 0, 148, 228 << 10),
     120: Gpu("sm_120", 12, 0, 188, 100 << 10),
 }
-"""By compute capability. Nothing that is compiled depends on how many multiprocessors there are."""
+"""GPUs by compute capability. Nothing that is compiled depends on how many multiprocessors there are."""
 
 # One thread compiles at a time: two caches of a kind want the same kernels, and the second finds them all.
 _ONE = threading.Lock()

@@ -53,7 +53,7 @@ ANY = "*"
 """Key that stands for every key in `SHIPPED`."""
 
 SHIPPED = Path(__file__).with_name("parameters.json")
-"""What comes with the package: {GPU: {kernel: {key: knobs}}}, "*" for all keys.
+"""Parameters that come with the package: {GPU: {kernel: {key: knobs}}}, "*" for all keys.
 
 A GPU is a major compute capability ("12"), a capability ("8.9") or a name ("NVIDIA H200"), the later winning; the
 defaults fit the 228 KB of shared memory a multiprocessor that 9.0 and 10.x have. Rows of capabilities are reasoned

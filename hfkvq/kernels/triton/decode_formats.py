@@ -24,10 +24,10 @@ SHORT_STEP = 64
 """Most tokens of a step where those of integer products are programs of their own."""
 
 PROGRAM_COST = 2.0
-"""What a program of the page loop costs beside its pages, in pages: queries, first loads, storing."""
+"""Cost of a program of the page loop beside its pages, in pages: queries, first loads, storing."""
 
 BESIDE, SPILL_COST = 1.15, 1.7
-"""How much longer a page takes where programs of loose tokens run beside the page loop's last wave, and what they cost
+"""Extra time of a page where programs of loose tokens run beside the page loop's last wave, and what they cost
 where they come after it, in pages: measured on an H200, at 16k to 128k tokens in one row."""
 
 

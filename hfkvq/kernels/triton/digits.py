@@ -12,7 +12,7 @@ import triton.language as tl
 from .tiles import INTERPRETED
 
 BASE = tl.constexpr(254)
-"""What the upper digit of a query counts: it is at most 64, and the lower one at most 127."""
+"""Weight of a query's upper digit: it is at most 64, and the lower one at most 127."""
 
 MOST_WEIGHT = tl.constexpr(32512.0)
 """The largest number that `weight_digits` takes: digits of 127 and 0, to base 256."""

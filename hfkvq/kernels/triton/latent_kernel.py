@@ -29,13 +29,15 @@ from .tiles import dotable, put
 from .value_sums import zero_tiles
 
 STRETCH = tl.constexpr(4.0)
-"""By how much, in units of ln 2, a logit may exceed what its query's sums are relative to before those are rescaled."""
+"""Excess of a logit, in units of ln 2, over the logit that its query's sums are relative to, before they are
+rescaled.
+"""
 
 WITHIN = tl.constexpr(0.0625)
 """2^-STRETCH: with it, probabilities are at most 1 again, and their product with any f16 scale is finite."""
 
 LEAST = tl.constexpr(-3e38)
-"""What stands for a maximum of nothing in differences, which are numbers then."""
+"""Stand-in for the maximum of no logits, so that differences are numbers."""
 
 
 @triton.constexpr_function

@@ -35,7 +35,7 @@ LIMITS = {
     (10, 0): Limits(228 << 10, 227 << 10, 64, 32),
     (12, 0): Limits(100 << 10, 99 << 10, 48, 24),
 }
-"""By compute capability."""
+"""Limits by compute capability."""
 
 
 def programs_that_fit(limits: Limits, registers: int, warps: int, shared: int) -> int:

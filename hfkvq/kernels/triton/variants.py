@@ -127,7 +127,7 @@ def _normed(plan: StepPlan) -> list[tuple[PageFormat, int, Balance]]:
 
 
 def _step_stride(heads: int, dim: int, tokens: int = 1) -> tuple[int, ...]:
-    """As models make keys, values and queries of so many tokens."""
+    """Keys, values and queries as models make them, of so many tokens."""
     return tokens * heads * dim, dim, heads * dim, 1
 
 

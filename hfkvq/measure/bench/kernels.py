@@ -33,7 +33,9 @@ REGRESSION = 5.0
 """Per cent of time that a line may take more than before without being flagged."""
 
 KINDS = ("baseline", "bound", "peer", "format")
-"""Of lines, in the order of tables: PyTorch's attention, what is faster than any right result, other packages, ours."""
+"""Kinds of lines, in the order of tables: PyTorch's attention, what is faster than any right result, other packages,
+ours.
+"""
 
 LIMIT = 0.02
 """Allowed error, root mean square, relative to the output. Rounding to bf16 makes 0.002; a wrong scale, index, token

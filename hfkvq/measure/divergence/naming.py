@@ -21,7 +21,7 @@ from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.caches.schemes.registry import listed
 
 _PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
-"""Of a class: ``package.module:Class``."""
+"""Spelling of a class: ``package.module:Class``."""
 
 
 class OtherCache(ABC):
