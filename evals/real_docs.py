@@ -19,9 +19,6 @@ from hfkvq.tuning.fit import cache_bytes
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results"
 SMOLLM2, QWEN = "real-smollm2-h100.json", "real-qwen2.5-coder-1.5b-h100.json"
-MOVED = ":smooth_keys=false"
-"""Tasks of some presets were measured before their keys were smoothed; then a mark stands behind them."""
-
 README = {
     "best-4.3": "the least loss",
     "saw-int4": "short contexts, shared prefixes",
@@ -70,15 +67,12 @@ def losses(name: str) -> dict[str, dict[str, float]]:
 
 
 def task(preset: str, part: str) -> str:
-    """A score on Qwen2.5 with lost and gained questions; a mark where keys were not smoothed then."""
-    rows = read(QWEN)["rows"]
-    for name, mark in ((preset, ""), (preset + MOVED, "†")):
-        one = rows.get(name, {}).get(part)
-        if one:
-            against = one.get("against_none")
-            pairs = f" ({against['lost']}/{against['gained']})" if against else ""
-            return f"{one['score']:.1f}{pairs}{mark}"
-    return ""
+    """A score on Qwen2.5 with lost and gained questions."""
+    one = read(QWEN)["rows"].get(preset, {}).get(part)
+    if not one:
+        return ""
+    against = one.get("against_none")
+    return f"{one['score']:.1f}" + (f" ({against['lost']}/{against['gained']})" if against else "")
 
 
 def bits(preset: str) -> str:

@@ -129,6 +129,7 @@ def test_a_cache_finds_what_was_compiled_for_it(monkeypatch):
     layer = KVLayer(scheme, PaddingReader(), recordable=True)
     group_layers([layer], 4)
     module = torch.nn.Module()
+    module.num_key_value_groups = 4
     for tokens in (300, *[1] * 140):
         query, key, value = (
             torch.randn(1, heads, tokens, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)
