@@ -35,6 +35,7 @@ from hfkvq.caches import get_scheme
 from hfkvq.measure.bench import kernels
 from hfkvq.measure.figures import PATH as FIGURES
 from hfkvq.measure.presets import describe, eviction_markdown, schemes_markdown
+from hfkvq.serving.fields import table as request_fields
 from hfkvq.tuning.fit import outline_of, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival
 
@@ -67,6 +68,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/speed.md", "prompts"): lambda: "\n".join(several.prompts(kernel_times("queries-h200"))),
     ("docs/speed.md", "several queries"): lambda: "\n".join(several.steps(kernel_times("queries-h200"))),
     ("docs/speed.md", "resources"): lambda: "\n".join(resources.table(load("resources"))),
+    ("docs/serving.md", "fields"): request_fields,
     ("docs/serving.md", "serving"): lambda: serving.table(serving.rows(SERVING)),
     ("docs/schemes.md", "presets"): schemes_markdown,
     ("docs/schemes.md", "eviction"): eviction_markdown,

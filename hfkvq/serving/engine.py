@@ -95,6 +95,8 @@ class CompressedManager(ContinuousBatchingManager):
             # The most of any request: one that is long shall not cost many short ones their windows.
             tokens = min(hints.max_prompt_length + hints.max_generated_length, USUAL_TOKENS)
         self.usual = tokens or USUAL_TOKENS
+        # Arguments of logits processors by request, for callers that cannot pass them to `add_request`.
+        self.sampling: dict[str, dict[str, Any]] = {}
         # Whether this thread adds several requests at once, who shall not fail together.
         self._several = threading.local()
         config = copy.deepcopy(given["continuous_batching_config"])
@@ -163,8 +165,7 @@ class CompressedManager(ContinuousBatchingManager):
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         # One of several ranks takes requests.
         if self.batch_processor is not None and getattr(self, "is_tp_driver", True):
-            pages = self.batch_processor.cache.cache_allocators[FULL_ATTENTION]
-            error = refusal_of_request(input_ids, new, pages.num_blocks * pages.tokens_per_page)
+            error = refusal_of_request(input_ids, new, self.room())
             if error is not None:
                 if request_id is None or not getattr(self._several, "now", False):
                     raise error
@@ -172,7 +173,14 @@ class CompressedManager(ContinuousBatchingManager):
                 for name in (*names, request_id):
                     self.output_router.fail_and_deliver(RequestState(name, list(input_ids)), error)
                 return request_id
+        kwargs |= self.sampling.pop(request_id or "", {})
         return super().add_request(input_ids, request_id, max_new_tokens, *args, **kwargs)
+
+    def room(self) -> int:
+        """Tokens that all blocks hold."""
+        assert self.batch_processor is not None
+        pages = self.batch_processor.cache.cache_allocators[FULL_ATTENTION]
+        return pages.num_blocks * pages.tokens_per_page
 
     def add_requests(self, *args: Any, **kwargs: Any) -> list[str]:
         """Adds requests, as the engine's does; the result of one that no pool could ever hold is the reason."""

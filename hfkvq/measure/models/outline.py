@@ -43,6 +43,17 @@ class CachedLayer:
     window: int = 0
 
 
+def positions_of(config: Any) -> int | None:
+    """Tokens that a model has positions for, scaled ones included; None if it has no end."""
+    text = config.get_text_config(decoder=True)
+    room = getattr(text, "max_position_embeddings", None)
+    scaling = getattr(text, "rope_parameters", None) or {}
+    if room and isinstance(scaling, dict) and isinstance(scaling.get("factor"), (int, float)):
+        original = scaling.get("original_max_position_embeddings")
+        room = max(room, int(scaling["factor"] * original)) if original else room
+    return room
+
+
 @dataclass(frozen=True)
 class Outline:
     """A model without its weights.
@@ -76,13 +87,7 @@ class Outline:
     @property
     def positions(self) -> int | None:
         """Tokens that the model has positions for, scaled ones included; None if it has no end."""
-        text = self.text
-        room = getattr(text, "max_position_embeddings", None)
-        scaling = getattr(text, "rope_parameters", None) or {}
-        if room and isinstance(scaling, dict) and isinstance(scaling.get("factor"), (int, float)):
-            original = scaling.get("original_max_position_embeddings")
-            room = max(room, int(scaling["factor"] * original)) if original else room
-        return room
+        return positions_of(self.config)
 
     def stock_bytes(self, batch: int, tokens: int, itemsize: int, windows: bool = False) -> int:
         """Bytes of the layers that stay as Transformers makes them: windows, and states of linear attention.
