@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-ENDPOINTS = ("chat completions", "completions", "responses")
-PROMPTS = dict(zip(ENDPOINTS, ("messages", "prompt", "input"), strict=True))
+ENDPOINTS: tuple[str, ...] = ("chat completions", "completions", "responses")
+PROMPTS: dict[str, str] = dict(zip(ENDPOINTS, ("messages", "prompt", "input"), strict=True))
 """The field of each endpoint that holds the prompt."""
 
 
@@ -245,7 +245,7 @@ _LABEL = _rule("a string, which changes nothing", lambda value: isinstance(value
 _TIER = _only("auto", "default")
 
 _ = None
-FIELDS: dict[str, tuple[Rule | None, Rule | None, Rule | None]] = {
+FIELDS: dict[str, tuple[Rule | None, ...]] = {
     "model": (_rule("the served model's name", lambda _: True),) * 3,
     "messages": (Rule("messages of text and tool calls", _messages), _, _),
     "prompt": (_, _rule("a text", lambda value: isinstance(value, str) and value != ""), REFUSED),
