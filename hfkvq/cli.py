@@ -17,15 +17,17 @@ from hfkvq.progress import progress_bar, stoppable
 from hfkvq.serve_cli import app as serve_app
 from hfkvq.terminal import (
     ChatModel,
+    Commands,
     Device,
     DType,
     JsonFile,
     ModelDType,
     Outliers,
-    check_files,
     fail,
+    input_file,
     make_console,
     pick_device,
+    picture_file,
     print_notes,
     print_saved,
     save_json,
@@ -44,7 +46,10 @@ if TYPE_CHECKING:
     from hfkvq.caches.tags import ChatFormat
 
 app = typer.Typer(
-    help="Compressed KV caches for Hugging Face Transformers.", no_args_is_help=True, add_completion=False
+    help="Compressed KV caches for Hugging Face Transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    cls=Commands,
 )
 app.add_typer(bench_app, name="bench")
 # Without a name: its commands stand beside the others.
@@ -136,13 +141,9 @@ def demo(
     outliers: Outliers = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the questions.")] = 0,
     json_file: JsonFile = None,
-    png_file: Annotated[
-        Path | None,
-        typer.Option("--png", dir_okay=False, metavar="FILE", help="Save the table as a picture."),
-    ] = None,
+    png_file: Annotated[Path | None, picture_file("Save the table as a picture.", "--png")] = None,
 ) -> None:
     """Compare caches on short tasks: memory, right answers, divergence from DynamicCache, speed."""
-    check_files("png", json_file, png_file)
     if outliers is not None and model not in (None, "reference"):
         fail("outliers: only the reference model can be given outliers; leave --model out.")
     if outliers is not None and outliers <= 0:
@@ -214,12 +215,9 @@ def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def tag(
     tokenizer: Annotated[str, typer.Option(help="Tokenizer with a chat template: a folder or a name on the Hub.")],
     messages: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE", help="JSON Lines: one message, or one list of messages, per line; or one JSON list."
-        ),
+        Path, input_file("JSON Lines: one message, or one list of messages, per line; or one JSON list.")
     ],
-    tools: Annotated[Path | None, typer.Option(metavar="FILE", help="Tool schemas, JSON or JSON Lines.")] = None,
+    tools: Annotated[Path | None, input_file("Tool schemas, JSON or JSON Lines.")] = None,
     chat_format: Annotated[
         str | None,
         typer.Option("--format", help=r"Name of a chat format, or a .json or .toml file. \[default: by the template]"),

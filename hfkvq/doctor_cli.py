@@ -14,8 +14,8 @@ from hfkvq.terminal import (
     DType,
     JsonFile,
     Model,
-    check_files,
     fail,
+    input_file,
     make_console,
     pick_device,
     print_notes,
@@ -45,9 +45,7 @@ def doctor(
     ] = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="FILE", help=r"UTF-8 text, or JSON Lines with a text field. \[default: four bundled texts]"
-        ),
+        input_file(r"UTF-8 text, or JSON Lines with a text field. \[default: four bundled texts]"),
     ] = None,
     device: Device = "auto",
     dtype: Annotated[
@@ -60,7 +58,6 @@ def doctor(
     Each preset is compared with DynamicCache: how far its predictions are, and whether it still copies text and finds a
     number in it. The end of the output is for a bug report.
     """
-    check_files("png", json_file, None)
     import torch
 
     begin = time.monotonic()

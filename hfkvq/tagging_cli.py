@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from hfkvq.bounded import parse_json, read_bounded
+from hfkvq.bounded import json_lines, parse_json, read_bounded
 from hfkvq.terminal import fail
 
 if TYPE_CHECKING:
@@ -101,14 +101,11 @@ def _read_json(option: str, path: Path) -> Iterator[Any]:
     try:
         whole = parse_json(text)
     except ValueError:
-        for number, line in enumerate(text.splitlines(), start=1):
-            if line.strip():
-                try:
-                    yield parse_json(line)
-                except ValueError as error:
-                    fail(f"{option}: line {number} of {path} is not JSON: {error}")
-    else:
-        yield from whole if isinstance(whole, list) else [whole]
+        try:
+            whole = [line for _, line in json_lines(text)]
+        except ValueError as error:
+            fail(f"{option}: {path}: {error}.")
+    yield from whole if isinstance(whole, list) else [whole]
 
 
 def with_images(given: Conversation) -> ShownConversation | None:
@@ -147,8 +144,10 @@ def token_ids(given: Conversation, tokenizer: Any, generation_prompt: bool) -> l
     return ids
 
 
-def _tool(given: dict[str, Any]) -> dict[str, Any]:
+def _tool(given: Any) -> dict[str, Any]:
     """A schema as templates take it; benchmarks often store the inner part alone."""
+    if not isinstance(given, dict):
+        fail(f"tools: got {str(given)[:60]!r}, allowed schemas of functions, which are JSON objects.")
     return given if "function" in given else {"type": "function", "function": given}
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Iterable
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from hfkvq.sizes import parse_count
 
@@ -29,9 +34,70 @@ def make_console(piped: int = _PIPED_WIDTH) -> Console:
 
 
 def fail(message: object, code: int = 2) -> NoReturn:
-    """Ends the command as a wrong argument does, without a traceback."""
-    Console(stderr=True, soft_wrap=True).print(f"Error: {message}", style="red", markup=False, highlight=False)
+    """Ends the command as a wrong argument does, with one line and without a traceback."""
+    line = " ".join(f"Error: {message}".encode("utf-8", "backslashreplace").decode("utf-8").split())
+    Console(stderr=True, soft_wrap=True).print(line, style="red", markup=False, highlight=False)
     raise typer.Exit(code)
+
+
+class Commands(TyperGroup):
+    """The group of all commands, where errors of arguments and files end with one line and status 2."""
+
+    def main(self, args: Sequence[str] | None = None, *others: Any, standalone_mode: bool = True, **named: Any) -> Any:
+        """Runs a command as `TyperGroup.main` does, but for the words of its errors."""
+        if not standalone_mode:
+            return super().main(args, *others, standalone_mode=False, **named)
+        given = sys.argv[1:] if args is None else list(args)
+        try:
+            try:
+                status = super().main(given, *others, standalone_mode=False, **named)
+                sys.exit(status if isinstance(status, int) else 0)
+            except (OSError, ValueError, ImportError) as error:
+                if isinstance(error, BrokenPipeError):
+                    sys.exit(1)
+                fail(error)
+            except Exception as error:
+                # Typer raises click's errors, or, in newer versions, its own.
+                if isinstance(error, typer.Exit):
+                    raise
+                if isinstance(error, typer.Abort):
+                    fail("aborted.", 1)
+                if not hasattr(error, "format_message"):
+                    raise
+                shown: Any = error
+                if type(error).__name__ == "NoArgsIsHelpError":
+                    shown.show()
+                    sys.exit(shown.exit_code)
+                fail(_usage(error, given))
+        except typer.Exit as end:
+            sys.exit(end.exit_code)
+
+
+_ALLOWED = re.compile(
+    r"(?:.* is not (?:one of|in the range|an?(?= valid))|Input should be) (.*?)(?:, unable to .*)?\.?"
+)
+
+
+def _usage(error: Any, arguments: Sequence[str]) -> str:
+    """The words of a command line that cannot be parsed: option, value, allowed values, and where to look."""
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    more = f" See {context.command_path} --help." if context is not None else ""
+    if parameter is None or not error.message:
+        return f"{error.format_message().rstrip('.')}.{more}"
+    name = max(parameter.opts, key=len)
+    words = error.message.removeprefix("Value error, ").strip()
+    if allowed := _ALLOWED.fullmatch(words):
+        words = f"got {_value(parameter.opts, arguments)!r}, allowed {allowed[1]}"
+    return f"{name}: {words.rstrip('.')}.{more}"
+
+
+def _value(options: Sequence[str], arguments: Sequence[str]) -> str:
+    """The value of an option as it was typed, the last one; of an argument's name nothing is known."""
+    for at in range(len(arguments) - 1, -1, -1):
+        name, equals, value = arguments[at].partition("=")
+        if name in options:
+            return value if equals else " ".join(arguments[at + 1 : at + 2])
+    return ""
 
 
 def split(text: str | None) -> tuple[str, ...]:
@@ -63,6 +129,67 @@ def _finite(value: float | None) -> float | None:
     return value
 
 
+def _each(check: Callable[[Path], None]) -> Callable[[Any], Any]:
+    def callback(value: Any) -> Any:
+        for path in value if isinstance(value, (list, tuple)) else () if value is None else (value,):
+            check(path)
+        return value
+
+    return callback
+
+
+def _readable(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            if not file.read(1):
+                raise typer.BadParameter(f"got {path}, which is empty; give the path of another file.")
+    except OSError as error:
+        reason = f"which cannot be read ({error.strerror}); give the path of another file."
+        raise typer.BadParameter(f"got {path}, {reason}") from None
+
+
+def check_writable(path: Path, may_be_folder: bool = False) -> None:
+    """Raises typer.BadParameter if a file could not be written there."""
+    folder = path if may_be_folder and path.is_dir() else path.absolute().parent
+    if path.is_dir() and not may_be_folder:
+        raise typer.BadParameter(f"got {path}, which is a folder; give the path of a file.")
+    if not folder.is_dir():
+        raise typer.BadParameter(f"got {path}, but the folder {path.parent} does not exist; make it first.")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        if path.is_file() and not os.access(path, os.W_OK):
+            raise PermissionError(None, "the file is write-protected")
+    except OSError as error:
+        reason = f"which cannot be written ({error.strerror}); choose another folder."
+        raise typer.BadParameter(f"got {path}, {reason}") from None
+
+
+def _picture(path: Path) -> None:
+    check_writable(path)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("matplotlib is not installed; pip install 'hfkvq[plot]'.")
+
+
+def input_file(help: str, *names: str, argument: bool = False) -> Any:
+    """An option, or an argument, of a file or files that are read; others are refused before anything slow."""
+    if argument:
+        return typer.Argument(callback=_each(lambda path: _readable(path)), help=help)
+    return typer.Option(*names, metavar="FILE", callback=_each(lambda path: _readable(path)), help=help)
+
+
+def output_file(help: str, *names: str, may_be_folder: bool = False) -> Any:
+    """An option of a file that is written; refused before anything slow where it could not be."""
+    metavar = "PATH" if may_be_folder else "FILE"
+    callback = _each(lambda path: check_writable(path, may_be_folder))
+    return typer.Option(*names, metavar=metavar, callback=callback, help=help)
+
+
+def picture_file(help: str, *names: str) -> Any:
+    """An option of a picture that is written, which needs matplotlib."""
+    return typer.Option(*names, metavar="FILE", callback=_each(_picture), help=help)
+
+
 class DType(str, Enum):
     """Choices of --dtype."""
 
@@ -83,7 +210,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 ModelDType = Annotated[
     DType, typer.Option(help="auto: bfloat16 for the reference model and GGUF files, otherwise the checkpoint's.")
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, metavar="FILE", help="Save all figures.")]
+JsonFile = Annotated[Path | None, output_file("Save all figures.", "--json")]
 
 
 def pick_device(name: str) -> torch.device:
@@ -104,20 +231,6 @@ def pick_device(name: str) -> torch.device:
             f"device: got {name!r}, but PyTorch sees {torch.cuda.device_count()} CUDA devices; use --device cpu."
         )
     return torch.device(name)
-
-
-def check_folder(option: str, path: Path | None) -> None:
-    """Ends the command if a file could not be written there."""
-    if path is not None and not path.absolute().parent.is_dir():
-        fail(f"{option}: got {path}, but the folder {path.parent} does not exist.")
-
-
-def check_files(picture: str, json_file: Path | None, png_file: Path | None) -> None:
-    """Ends the command if its results could not be saved; ``picture`` is the name of the picture's option."""
-    check_folder("json", json_file)
-    check_folder(picture, png_file)
-    if png_file is not None and importlib.util.find_spec("matplotlib") is None:
-        fail(f"{picture}: matplotlib is not installed; pip install 'hfkvq[plot]'.")
 
 
 def print_notes(console: Console, notes: Iterable[str]) -> None:

@@ -58,20 +58,21 @@ def pick_shapes(
         ValueError: neither is given, or both are, or they do not fit.
     """
     from hfkvq.caches.compile import LayerShape, layer_shapes
-    from hfkvq.measure.models import find_model
+    from hfkvq.measure.models import find_model, read_config
 
     if model is not None:
         if any(x is not None for x in (heads, kv_heads, head_dim, window)):
             raise ValueError(
                 "model: got --heads, --kv-heads, --head-dim or --window, too; give the model, or these in its place."
             )
-        return layer_shapes(find_model(model).path)
+        source = find_model(model)
+        return layer_shapes(read_config(source), source.name)
     if heads is None or kv_heads is None or head_dim is None:
         raise ValueError("model: got none; give --model, or --heads, --kv-heads and --head-dim.")
     if min(heads, kv_heads, head_dim) < 1 or heads % kv_heads:
         raise ValueError(
-            f"heads: got {heads} query heads, {kv_heads} KV heads and a head dim of {head_dim}, allowed 1 or more, and "
-            "query heads that are a multiple of KV heads."
+            f"heads, kv-heads, head-dim: got {heads}, {kv_heads} and {head_dim}, allowed 1 or more, and query heads "
+            "that are a multiple of KV heads."
         )
     return [LayerShape(heads, kv_heads, head_dim, own) for own in (0, *([] if window is None else [window]))]
 

@@ -54,7 +54,10 @@ def command_of(words):
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_commands_of_blocks_parse(path):
+def test_commands_of_blocks_parse(path, monkeypatch):
+    # Files of the examples.
+    monkeypatch.setattr("hfkvq.terminal._readable", lambda _: None)
+    monkeypatch.setattr("hfkvq.terminal.check_writable", lambda *_: None)
     for line in blocks(path):
         command, name, words = command_of(shlex.split(line, comments=True)[1:])
         # Parses and checks every option, and runs nothing.

@@ -45,4 +45,4 @@ def test_all_options_of_numbers_refuse_what_is_none():
     ],
 )
 def test_commands_refuse_what_is_not_allowed(arguments, option):
-    assert_refused(invoke(*arguments), f"Invalid value for '{option}'")
+    assert_refused(invoke(*arguments), f"{option}: got ")

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from hfkvq.kernels.compile import SEVERAL, Layer, compile_layers
@@ -47,16 +46,12 @@ class LayerShape(NamedTuple):
     rope_dim: int = 0
 
 
-def layer_shapes(name: str) -> list[LayerShape]:
-    """The kinds of a model's layers: a folder, or a name on the Hub, whose config is all that is read.
+def layer_shapes(config: PreTrainedConfig, name: str) -> list[LayerShape]:
+    """The kinds of a model's layers, by its config; ``name`` is for the error.
 
     Raises:
-        ValueError: its config does not say, or there is none.
+        ValueError: its config does not say.
     """
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model: {name!r} cannot be loaded: {error}") from error
     shapes = shapes_of(config)
     if shapes is None:
         raise ValueError(f"model: the config of {name!r} names no head dim; give --heads, --kv-heads and --head-dim.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -285,6 +286,19 @@ class Obeying:
         return made
 
 
+def _check_address(host: str, port: int) -> None:
+    """Raises OSError if no server can listen there; weights take minutes to load."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise OSError(
+            f"port: got {host}:{port}, where no server can listen ({error}); choose another --port or --host."
+        ) from None
+
+
 class EndWithClient:
     """Middleware that cancels the work on a request whose client has gone."""
 
@@ -361,6 +375,7 @@ class Server:
         from fastapi.exceptions import RequestValidationError
         from transformers.cli.serve import Serve
 
+        _check_address(host, port)
         check(read_config(source), scheme)
         model, tokenizer = load_model(source, device, dtype), load_tokenizer(source)
         self.serving: Serving = enable(model, scheme, requests=requests, request_tokens=request_tokens)

@@ -11,10 +11,12 @@ from hfkvq.progress import progress_bar, stoppable
 from hfkvq.terminal import (
     ChatModel,
     Device,
-    check_folder,
     fail,
+    input_file,
     make_console,
     number_option,
+    output_file,
+    pick_device,
     print_notes,
     tokens_option,
 )
@@ -32,9 +34,9 @@ app = typer.Typer()
 @app.command()
 def calibrate(
     data: Annotated[
-        Path, typer.Argument(dir_okay=False, help='Conversations: JSON Lines of {"messages": [...], "tools": [...]}.')
+        Path, input_file('Conversations: JSON Lines of {"messages": [...], "tools": [...]}.', argument=True)
     ],
-    out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write the sensitivities, as JSON.")],
+    out: Annotated[Path, output_file("Where to write the sensitivities, as JSON.")],
     model: ChatModel = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Use only this many conversations.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers to measure, evenly spread.")] = 6,
@@ -48,10 +50,6 @@ def calibrate(
     device: Device = "auto",
 ) -> None:
     """Measure the error of each tag's tokens in 2 and in 4 bits (TriAxialKV)."""
-    check_folder("out", out)
-
-    import torch
-
     from hfkvq.measure.demo.prompts import load
     from hfkvq.measure.models import find_model, load_processor
 
@@ -59,8 +57,8 @@ def calibrate(
     from .conversations import load_conversations
 
     try:
+        where = pick_device(device)
         conversations = load_conversations(data)[:samples]
-        where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         source = find_model(model)
         subject = load(source, device=where)
         shown = any(conversation.images for conversation in conversations)
@@ -90,18 +88,16 @@ def calibrate(
 
 @app.command()
 def allocate(
-    sensitivity: Annotated[Path, typer.Argument(dir_okay=False, help="File that hfkvq calibrate wrote.")],
+    sensitivity: Annotated[Path, input_file("File that hfkvq calibrate wrote.", argument=True)],
     budget: Annotated[float | None, number_option("Mean code bits per token.", low=2, high=4)] = None,
-    out: Annotated[Path | None, typer.Option(dir_okay=False, help="Where to write the table, as JSON.")] = None,
+    out: Annotated[Path | None, output_file("Where to write the table, as JSON.")] = None,
     without: Annotated[
         str | None, typer.Option(help="Ignore one axis of the tags: temporal, modal or semantic.")
     ] = None,
 ) -> None:
     """Give each tag 2 or 4 bits within a budget (TriAxialKV); without --budget, show the result of several budgets."""
-    if out is not None:
-        if budget is None:
-            fail("out: a table has one budget; give --budget too.")
-        check_folder("out", out)
+    if out is not None and budget is None:
+        fail("out: a table has one budget; give --budget too.")
 
     from .allocation import make_table, sweep
     from .sensitivity import Sensitivity

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hfkvq.bounded import parse_json, read_bounded
+from hfkvq.bounded import json_lines, parse_json, read_bounded
 from hfkvq.caches.tags import placeholders
 
 # Fields of agent frameworks for the messages of a trace, and roles of ShareGPT.
@@ -67,19 +67,23 @@ def load_conversations(path: str | Path) -> list[Conversation]:
         ValueError: there is no such file, a line is no conversation (its number is told), or there are none.
     """
     try:
-        lines = read_bounded(path).splitlines()
+        text = read_bounded(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"data: {path} cannot be read ({error}).") from None
-    found = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                found.append(parse_conversation(parse_json(line)))
-            except ValueError as error:
-                raise ValueError(f"data: line {number} of {path}: {error}") from None
+    try:
+        found = [_conversation(number, line) for number, line in json_lines(text)]
+    except ValueError as error:
+        raise ValueError(f"data: {path}: {error}.") from None
     if not found:
         raise ValueError(f"data: {path} holds no conversation; write one JSON object with its messages per line.")
     return found
+
+
+def _conversation(number: int, given: Any) -> Conversation:
+    try:
+        return parse_conversation(given)
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from None
 
 
 def parse_conversation(given: Any) -> Conversation:

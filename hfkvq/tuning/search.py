@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +13,9 @@ from typing import Any
 
 import torch
 
+from hfkvq.bounded import parse_json
 from hfkvq.caches import Preset, get_preset, list_schemes
-from hfkvq.measure.demo.prompts import default_tasks, load
+from hfkvq.measure.demo.prompts import default_tasks, full_name, load
 from hfkvq.measure.divergence import subject as subjects
 from hfkvq.measure.divergence.intervals import check_scipy
 from hfkvq.measure.divergence.windows import cut, find_texts
@@ -28,6 +28,8 @@ from .objectives import LmEvalTasks, ReferenceTasks, TextKLD, Timed
 from .room import COVERAGE, fit_room, raises_by_threshold
 from .score import COSTS, Objective
 from .sensitivity import Sensitivity
+from .space import space_of
+from .storage import open_storage
 from .study import tune
 from .trials import Point, TuningStudy
 
@@ -91,6 +93,8 @@ def make_plan(
     dtype: str,
     sensitivity: Path | None,
     coverage: float = COVERAGE,
+    space: Mapping[str, Sequence[Any]] | None = None,
+    storage: str | None = None,
 ) -> Plan:
     """Checks the arguments of the command, and loads the model.
 
@@ -104,6 +108,11 @@ def make_plan(
             raise ValueError(f"{what}: got {got!r}, allowed {', '.join(allowed)}.")
     if objective == "tasks" and not tasks:
         raise ValueError("tasks: got none; name lm-eval's tasks with --tasks, e.g. --tasks gsm8k.")
+    if objective == "kld" and tasks:
+        raise ValueError(f"tasks: got {','.join(tasks)}, allowed none with the objective kld; give --objective tasks.")
+    if metadata is not None and objective != "tasks":
+        raise ValueError(f"metadata: got {metadata!r}, allowed none with the objective {objective!r}; leave it out.")
+    extra = _metadata(metadata)
     thresholds = raises_by_threshold(preset)
     if (text or dataset) and objective != "kld" and not thresholds:
         raise ValueError(f"text: got text, but the objective {objective!r} does not use it; leave it out.")
@@ -116,9 +125,14 @@ def make_plan(
         from .allocation import sweep
 
         tables = {point.budget: point.table.bits for point in sweep(Sensitivity.load(sensitivity), BUDGETS)}
+    space_of(preset.scheme, space, optional=bool(tables))
+    for task in tasks if objective == "reference" else ():
+        full_name(task)
     kind = None if dtype == "auto" else getattr(torch, dtype)
     checkpoint = subjects.find_checkpoint(model)
     subjects.check_schemes(checkpoint, {"": preset})
+    # Opened anew by `run`; before a model is loaded it tells whether it can be.
+    open_storage(storage)
     about: dict[str, Any] = {
         "objective": objective,
         "samples": samples,
@@ -160,7 +174,7 @@ def make_plan(
         if outliers is not None:
             raise ValueError("outliers: lm-eval loads the model itself; use --objective kld or reference.")
         loaded, one, other = _lm_eval(
-            checkpoint.source, tasks, samples, held_out, batch_size, str(device), dtype, metadata
+            checkpoint.source, tasks, samples, held_out, batch_size, str(device), dtype, extra
         )
         about["tasks"] = list(tasks)
     if milliseconds:
@@ -174,6 +188,16 @@ def make_plan(
     return Plan(preset, one, other, checkpoint.source.name, about, cost, tables, fit)
 
 
+def _metadata(text: str | None) -> dict[str, Any]:
+    try:
+        found = parse_json(text) if text is not None else {}
+    except ValueError as error:
+        raise ValueError(f"metadata: got {text!r}, which is not JSON ({error}); allowed a JSON object.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"metadata: got {text!r}, allowed a JSON object.")
+    return found
+
+
 def _lm_eval(
     source: Source,
     tasks: Sequence[str],
@@ -182,14 +206,16 @@ def _lm_eval(
     batch_size: int,
     device: str,
     dtype: str,
-    metadata: str | None,
+    extra: Mapping[str, Any],
 ) -> tuple[Any, Objective, Objective]:
     from lm_eval.tasks import TaskManager
 
     from hfkvq.lm_eval.model import HFKVQ
 
-    extra = json.loads(metadata) if metadata else {}
     manager = TaskManager(metadata={"pretrained": source.path, **extra})
+    for name in (task.partition(":")[0] for task in tasks):
+        if name not in manager.all_tasks:
+            raise ValueError(f"tasks: got {name!r}, which lm-eval does not know; `lm-eval ls tasks` lists them.")
     make: Any = HFKVQ
     lm = make(pretrained=source.path, device=device, dtype=dtype, batch_size=batch_size)
     numbers = list(range(samples + held_out))

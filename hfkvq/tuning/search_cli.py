@@ -14,11 +14,13 @@ from hfkvq.terminal import (
     Model,
     ModelDType,
     Outliers,
-    check_files,
     fail,
+    input_file,
     make_console,
     number_option,
+    output_file,
     pick_device,
+    picture_file,
     print_notes,
     print_saved,
     split,
@@ -66,7 +68,7 @@ def tune(
         int | None,
         typer.Option(min=2, help=r"Further samples that confirm the best candidates. \[default: as many as --samples]"),
     ] = None,
-    text: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Text, as in hfkvq kld.")] = None,
+    text: Annotated[list[Path] | None, input_file("Text, as in hfkvq kld.")] = None,
     dataset: Annotated[str | None, typer.Option(metavar="NAME", help="Data set on the Hub, as in hfkvq kld.")] = None,
     context: Annotated[int, tokens_option("Tokens of a window.", 4)] = 1024,
     prefill: Annotated[int | None, tokens_option(r"Of these, the prompt. \[default: three quarters]", 2)] = None,
@@ -80,7 +82,7 @@ def tune(
     ] = None,
     sensitivity: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="For triaxial: file of hfkvq calibrate, whose budgets are searched."),
+        input_file("For triaxial: file of hfkvq calibrate, whose budgets are searched."),
     ] = None,
     coverage: Annotated[
         float,
@@ -117,17 +119,14 @@ def tune(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler and of the reference model's text.")] = 0,
     device: Device = "auto",
     dtype: ModelDType = DType.auto,
-    out: Annotated[
-        Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Write the recommended preset to this file.")
-    ] = None,
-    png: Annotated[Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Plot the Pareto front.")] = None,
+    out: Annotated[Path | None, output_file("Write the recommended preset to this file.")] = None,
+    png: Annotated[Path | None, picture_file("Plot the Pareto front.")] = None,
 ) -> None:
     """Search a scheme's options for your model: the best cache at each cost, and the best within a limit.
 
     Run it once for each GPU (CUDA_VISIBLE_DEVICES=1 hfkvq tune ...), or on several machines, with the same --storage:
     they share the trials. Run the same command again to continue where it stopped.
     """
-    check_files("png", out, png)
     if outliers is not None and model not in (None, "reference"):
         fail("outliers: only the reference model can be given outliers; leave --model out.")
     try:
@@ -169,6 +168,8 @@ def tune(
                 dtype=dtype.value,
                 sensitivity=sensitivity,
                 coverage=coverage,
+                space=ranges or None,
+                storage=kept,
             )
             study = search.run(
                 plan,

@@ -51,7 +51,10 @@ def space_of(scheme: Scheme, ranges: Mapping[str, Sequence[Any]] | None = None, 
     for name, distribution in space.items():
         for value in _ends(distribution):
             # Schemes check their own knobs.
-            get_scheme(scheme, **{name: value})
+            try:
+                get_scheme(scheme, **{name: value})
+            except ValueError as error:
+                raise ValueError(f"space: {error}") from None
     return space
 
 

@@ -77,7 +77,7 @@ def test_from_search_to_preset(tmp_path):
         (["kitty", "--objective", "speed"], "objective: got 'speed', allowed kld, reference, tasks"),
         (["kitty", "--objective", "tasks"], "tasks: got none; name lm-eval's tasks"),
         (["kitty", "--cost", "joules"], "cost: got 'joules', allowed total_bits, cache_bytes, milliseconds"),
-        (["kitty", "--sensitivity", "x.json"], "which 'kitty' does not use; only triaxial"),
+        (["kitty", "--sensitivity", __file__], "which 'kitty' does not use; only triaxial"),
         (["kitty", "--context", "64", "--prefill", "64"], "prefill: got 64"),
         (["kitty", *SMALL, "--storage", "tuning.txt"], "storage: got 'tuning.txt', allowed a URL"),
         (["kitty", "--outliers", "8", "--model", "x"], "only the reference model can be given outliers"),

@@ -92,6 +92,8 @@ class Preset:
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             damage = f"{type(error).__name__} {error}"
             raise ValueError(f"scheme: {path} is damaged ({damage}); make it again with `hfkvq tune`.") from None
+        except ValueError as error:
+            raise ValueError(f"scheme: {path}: {error}") from None
 
 
 def _ends(which: str) -> tuple[int, int]:

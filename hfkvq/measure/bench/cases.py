@@ -116,7 +116,7 @@ def parse_size(text: str) -> tuple[int, int]:
     rows, by, tokens = text.lower().partition("x")
     if not by:
         raise ValueError(f"sizes: got {text!r}, allowed rows x tokens, like 32x8k.")
-    return parse_count(rows.strip()), parse_count(tokens.strip())
+    return parse_count(rows.strip(), "sizes"), parse_count(tokens.strip(), "sizes")
 
 
 DEFAULT_SHAPES = ((32, 32768), (1, 131072), (32, 8192), (1, 8192), (1, 1024))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hfkvq.progress import progress_bar, stoppable
-from hfkvq.terminal import check_files, fail, make_console, number_option, print_notes, print_saved, split
+from hfkvq.terminal import fail, input_file, make_console, number_option, output_file, print_notes, print_saved, split
 
 # torch is imported inside the commands, so that help comes at once.
 if TYPE_CHECKING:
@@ -107,19 +107,15 @@ def bench_kernels(
     replays: Annotated[int, typer.Option(min=20, help="Replays of each CUDA graph.")] = 30,
     minutes: Minutes = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="Save all figures to a file, or into a folder.")
+        Path | None, output_file("Save all figures to a file, or into a folder.", "--json", may_be_folder=True)
     ] = None,
-    compare: Annotated[
-        Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Compare with figures saved earlier.")
-    ] = None,
+    compare: Annotated[Path | None, input_file("Compare with figures saved earlier.")] = None,
 ) -> None:
     """Time decode attention of one layer against PyTorch's in bf16, from the call to the merged output.
 
     Refuses to time kernels that differ from the torch reference.
     """
-    check_files("png", json_file, None)
     end = time.monotonic() + 60 * (math.inf if minutes is None else minutes)
-    device = bench_device()
 
     from . import kernels
     from .compile import compile_formats
@@ -130,6 +126,7 @@ def bench_kernels(
         before = kernels.load(compare) if compare is not None else None
     except ValueError as error:
         fail(error)
+    device = bench_device()
     console = make_console()
     waiting = stoppable("nothing has been measured yet; compiled kernels are kept.")
     with waiting, progress_bar() as show:
@@ -183,13 +180,9 @@ def bench_tune(
     dtype: BenchDTypes = BenchDType.bfloat16,
     formats: Formats = None,
     minutes: Minutes = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, metavar="PATH", help="Save times and parameters, too.")
-    ] = None,
+    json_file: Annotated[Path | None, output_file("Save times and parameters, too.", "--json")] = None,
 ) -> None:
     """Search for the fastest launch parameters on this GPU, and save them where attention looks them up."""
-    device = bench_device()
-
     import torch
 
     from hfkvq.kernels.triton import configs
@@ -197,6 +190,7 @@ def bench_tune(
     from . import tune
 
     shapes, names = _cases(sizes, formats, latents, dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    device = bench_device()
     found: list[tune.Finding] = []
 
     def keep(finding: tune.Finding) -> None:

@@ -14,8 +14,8 @@ from hfkvq.terminal import (
     JsonFile,
     Model,
     ModelDType,
-    check_files,
     fail,
+    input_file,
     make_console,
     pick_device,
     print_notes,
@@ -41,10 +41,9 @@ def kld(
     ] = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="UTF-8 text, or JSON Lines (.jsonl) with a text field; several files share the windows evenly. "
-            r"\[default: four bundled texts; for the reference model its own tasks]",
+        input_file(
+            "UTF-8 text, or JSON Lines (.jsonl) with a text field; several files share the windows evenly. "
+            r"\[default: four bundled texts; for the reference model its own tasks]"
         ),
     ] = None,
     dataset: Annotated[
@@ -73,7 +72,6 @@ def kld(
     json_file: JsonFile = None,
 ) -> None:
     """Compare schemes with bf16 on the same tokens: KL divergence, top-1 agreement, perplexity, bits."""
-    check_files("png", json_file, None)
     if text and dataset is not None:
         fail("text: got files and a data set; choose --text or --dataset.")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfkvq.bounded import parse_json, read_bounded
+from hfkvq.bounded import json_lines, read_bounded
 from hfkvq.measure.texts import KINDS, read_text
 
 SEPARATOR = "\n\n"
@@ -76,13 +76,14 @@ def read_file(path: Path, field: str) -> list[str]:
 
 
 def _lines(path: Path, text: str, field: str) -> Iterator[str]:
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
+    records = json_lines(text)
+    while True:
         try:
-            record = parse_json(line)
+            number, record = next(records)
+        except StopIteration:
+            return
         except ValueError as error:
-            raise ValueError(f"text: line {number} of {path} is not JSON: {error}") from error
+            raise ValueError(f"text: {path}: {error}.") from None
         yield _field(record, field, f"line {number} of {path}")
 
 
@@ -106,6 +107,8 @@ def hub_documents(dataset: str, split: str, field: str) -> Iterator[str]:
     except ImportError as error:
         raise ImportError("dataset: datasets is not installed; pip install 'hfkvq[eval]'.") from error
     name, _, config = dataset.partition(":")
+    if not name:
+        raise ValueError(f"dataset: got {dataset!r}, allowed NAME or NAME:CONFIG.")
     try:
         rows = load_dataset(name, config or None, split=split, streaming=True)
     # The library's own errors derive from these; a hub that cannot be reached is an OSError.

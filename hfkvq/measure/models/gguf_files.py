@@ -63,6 +63,9 @@ def unpack(path: Path, sha256: str | None = None) -> Path:
         ImportError: the package gguf is missing.
         OSError: the folder cannot be written.
     """
+    with path.open("rb") as file:
+        if (magic := file.read(4)) != b"GGUF":
+            raise ValueError(f"got {path.name}, which begins with {magic!r}, allowed files that begin with b'GGUF'.")
     found = file_sha256(path)
     if sha256 is not None and found != sha256:
         raise ValueError(f"{path.name} has the sha256 {found}, but it must be {sha256}; install it again.")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -78,7 +79,14 @@ def _unpacked(name: str, folder: Path) -> Source:
 
 
 def _unloadable(source: Source, part: str, error: Exception) -> ValueError:
-    words = f"model: {part}{source.name!r} cannot be loaded: {error}"
+    reason = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+    file = Path(source.path) / "config.json"
+    if isinstance(error, StrictDataclassError):
+        # A field of a wrong type; the rest of the message names every type that it was tried as.
+        reason = f"{file}: {str(error.__cause__ or error).split('. Errors:')[0].strip()}; correct the file."
+    elif file.is_file():
+        reason += f" (see {file})"
+    words = f"model: {part}{source.name!r} cannot be loaded: {reason}"
     if not Path(source.path).is_dir():
         words += f"\nBesides names on the Hub, a model can be a folder, a file FILE.gguf, {SMOLLM2!r} or {REFERENCE!r}."
     return ValueError(words)
@@ -92,7 +100,8 @@ def read_config(source: Source) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
+        # Configs of each kind of model stumble over wrong values in their own way.
         raise _unloadable(source, "", error) from error
     if config.is_encoder_decoder:
         raise ValueError(f"model: {source.name!r} is an encoder-decoder model; choose a decoder-only one.")
@@ -107,7 +116,8 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        # Likewise, files of tokenizers.
         raise _unloadable(source, "the tokenizer of ", error) from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
@@ -139,8 +149,8 @@ def load_model(source: Source, device: str | torch.device = "cpu", dtype: torch.
         ValueError: it cannot be loaded.
     """
     kind = dtype or (torch.bfloat16 if source.reference else "auto")
+    config = read_config(source)
     try:
-        config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
         text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         auto = AutoModelForCausalLM if text else AutoModelForImageTextToText
         model = auto.from_pretrained(source.path, dtype=kind, trust_remote_code=False)

@@ -91,6 +91,9 @@ def compute(
     """
     if 0 < prefill_chunk <= 16:
         raise ValueError(f"prefill-chunk: got {prefill_chunk}, allowed more than 16 tokens, or 0 for one piece.")
+    for name in split(schemes):
+        if name not in STOCK:
+            get_preset(name)
     source = find_model(model)
     memory = parse_size(gpu_memory, "gpu-memory")
     spare = 0 if overhead.strip() == "0" else parse_size(overhead, "overhead")

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hfkvq.progress import duration, progress_bar, stop
-from hfkvq.terminal import Device, DType, fail, make_console, number_option, pick_device, print_notes, tokens_option
+from hfkvq.terminal import (
+    Device,
+    DType,
+    fail,
+    input_file,
+    make_console,
+    number_option,
+    pick_device,
+    print_notes,
+    tokens_option,
+)
 
 # Imports of torch and Transformers are inside the command, so that help is fast.
 if TYPE_CHECKING:
@@ -48,7 +58,7 @@ def recommend(
     ] = 1.0,
     text: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Measure the loss on your model, on this text; see hfkvq kld."),
+        input_file("Measure the loss on your model, on this text; see hfkvq kld."),
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="With --text: windows to measure.")] = 4,
     window: Annotated[int, tokens_option("With --text: tokens per window, half of them the prompt.", 3)] = 2048,
@@ -70,10 +80,15 @@ def recommend(
     Bytes are computed from the model's config. The loss is SmolLM2's, from figures in the package; with --text it is
     measured on your model and text.
     """
+    from hfkvq.measure.divergence.windows import read_file
+
     from .compute import compute
     from .recommend import candidates, choose, fits_users, is_unsafe, make_rows, measured_losses
 
     try:
+        where = pick_device(device)
+        for path in text or ():
+            read_file(path, "text")
         done = compute(
             model,
             gpu_memory,
@@ -86,7 +101,6 @@ def recommend(
             beyond=beyond,
             default=candidates(),
         )
-        where = pick_device(device)
     except ValueError as error:
         fail(error)
     if not any(layer.compressed for layer in done.found.layers):
@@ -143,10 +157,15 @@ def _measure(
         check_scipy("recommend")
     except ImportError as error:
         fail(error)
-    typer.echo(
-        f"Measuring {len(chosen)} caches on {windows} windows of {window:,} tokens; fewer --windows take less time.",
-        err=True,
-    )
+    told = False
+
+    def tell(name: str, share: float) -> None:
+        nonlocal told
+        if not told:
+            told, words = True, f"Measuring {len(chosen)} caches on {windows} windows of {window:,} tokens"
+            typer.echo(f"{words}; fewer --windows take less time.", err=True)
+        show(f"{name:<13}", share)
+
     try:
         with progress_bar() as show:
             record = measure_text(
@@ -158,7 +177,7 @@ def _measure(
                 dtype=None if dtype is DType.auto else getattr(torch, dtype.value),
                 device=device,
                 command="recommend",
-                on_progress=lambda name, share: show(f"{name:<13}", share),
+                on_progress=tell,
             )
     except (ValueError, ImportError) as error:
         fail(error)

@@ -90,7 +90,7 @@ def test_files(tmp_path) -> None:
         ("a.txt", b"\xff\xfe\xfa", "a.txt cannot be read as UTF-8"),
         ("a.txt", b" \n", "a.txt holds no text"),
         ("a.jsonl", b"", "a.jsonl holds no text"),
-        ("a.jsonl", b'{"text": "x"}\n{"text', "line 2 of .*a.jsonl is not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text', "a.jsonl: line 2 is not JSON"),
         ("a.jsonl", b'{"body": "x", "n": 1}', "field: line 1 of .* has no text in 'text'; it has body, n"),
         ("a.jsonl", b"[1]", "it has no fields, but list"),
     ],

@@ -138,6 +138,9 @@ def test_a_failure_leaves_nothing(assets: Path, tmp_path: Path, monkeypatch: pyt
     pytest.importorskip("gguf", reason="pip install 'hfkvq[real]'")
     file = tmp_path / "broken.gguf"
     file.write_bytes(b"no such format")
+    with pytest.raises(ValueError, match=r"got broken.gguf, which begins with b'no s', allowed files that begin"):
+        find_model(str(file))
+    file.write_bytes(b"GGUF, but no such format")
     with pytest.raises(ValueError, match=r"broken.gguf is not a GGUF file that Transformers can read"):
         find_model(str(file))
     assert not list(assets.iterdir())

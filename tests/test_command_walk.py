@@ -1,0 +1,229 @@
+"""A walk through every command and option: each wrong value ends with status 2 and one line, before anything slow."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import json
+import re
+import typing
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from typer.testing import CliRunner
+
+from hfkvq.cli import app
+
+COMMAND = typer.main.get_command(app)
+
+OUTPUTS = {"out", "json_file", "png_file", "png"}
+"""Parameters of files that are written; all other paths are read."""
+
+MODELS = ["/no/such/folder", "./none", "{folder}", "{missing}.gguf", "{empty}.gguf", "{model}"]
+SCHEMES = ["nosuch", "kitty:nosuch=1", "kitty:boost_ratio=abc", "kitty:boost_ratio=9", "kitty:", ":", "{missing}.json"]
+SCHEMES += ["{empty}.json", "{garbage}.json", "{list}.json", "{preset}.json", "{folder}"]
+SIZES = ["abc", "", "-1", "0", "5", "nan", "1e999GiB", "4XB"]
+WRONG: dict[str, list[str]] = {
+    "model": MODELS,
+    "tokenizer": MODELS,
+    "name": [],
+    "schemes": SCHEMES,
+    "scheme": SCHEMES,
+    "preset": SCHEMES,
+    "presets": SCHEMES,
+    "formats": ["nosuch", "kitty:nosuch=1", "{missing}.json"],
+    "tasks": ["nosuch", "recall-abc", "recall-0", "recall--5"],
+    "objective": ["nosuch", ""],
+    "cost": ["nosuch", ""],
+    "metadata": ["{", "[]", "5", '{"a": NaN'],
+    "space": ["nosuch=1..2", "boost_ratio", "boost_ratio=", "=1"]
+    + [f"boost_ratio={x}" for x in ("a..b", "1..0", "9,10")],
+    "storage": ["nosuch", "nosuch://x", "sqlite:////none/x.db", "/none/x.log", "{folder}", "sqlite:///{garbage}.log"]
+    + [f"{{{name}}}.log" for name in ("folder", "garbage", "list", "torn")],
+    "device": ["abc", "", "cpu:x", "cuda:99", "cuda:x", "gpu", "meta"],
+    "gpu": ["abc", "sm_1", "", "90a"],
+    "gpu_memory": SIZES,
+    "overhead": SIZES[:3],
+    "dataset": ["", "{missing}", "{empty}.json"],
+    "part": ["", "nosuch"],
+    "field": ["", "nosuch"],
+    "host": ["no.such.host.invalid", "", "999.1.1.1"],
+    "sizes": ["abc", "1x", "x1k", "0x1k", "1x0", "1xabc", ","],
+    "chat_format": ["nosuch", "{missing}.json", "{empty}.json", "{garbage}.toml", "{list}.json", "{folder}.json"],
+    "without": ["nosuch", ""],
+}  # fmt: skip
+"""Wrong values of every parameter that is a text; a new one needs an entry."""
+
+# Arguments beside the one that is wrong, by command.
+BASE: dict[str, list[str]] = {
+    "tag": ["--tokenizer", "reference", "--messages", "{messages}.jsonl"],
+    "calibrate": ["{messages}.jsonl", "--out", "{new}"],
+    "allocate": ["{sensitivity}.json"],
+    "tune": ["kitty"],
+    "warm": ["--preset", "kitty", "--gpu", "sm_90", "--heads", "8", "--kv-heads", "2", "--head-dim", "64"],
+}
+# Arguments that an option needs to have an effect at all.
+BESIDE: dict[tuple[str, str], list[str]] = {
+    ("kld", "part"): ["--dataset", "{missing}"],
+    ("kld", "field"): ["--text", "{messages}.jsonl"],
+    ("tune", "metadata"): ["--objective", "tasks", "--tasks", "gsm8k"],
+    ("tune", "tasks"): ["--objective", "reference"],
+    ("allocate", "out"): ["--budget", "3"],
+}
+
+
+def commands(group, path=()):
+    """Every command of a typer app: its words, and its parameters by name, with type and description."""
+    for command in group.registered_commands:
+        name = command.name or command.callback.__name__
+        hints = typing.get_type_hints(command.callback, include_extras=True)
+        found = {}
+        for parameter in inspect.signature(command.callback).parameters.values():
+            kind, about = typing.get_args(hints[parameter.name])[:2]
+            kinds = [each for each in (typing.get_args(kind) or (kind,)) if each is not type(None)]
+            inner = typing.get_args(kinds[0]) or (kinds[0],)
+            found[parameter.name] = (inner[0], about, parameter.default is inspect.Parameter.empty)
+        yield (*path, name), found
+    for each in group.registered_groups:
+        yield from commands(each.typer_instance, (*path, *([each.name] if each.name else ())))
+
+
+def wrong_values(name, kind, about):
+    """Wrong values of a parameter."""
+    if kind is bool:
+        return ["=5"]
+    if kind is Path and name in OUTPUTS:
+        return ["/none/file", "/proc/file", "{empty}.json/file"] + ([] if about.metavar == "PATH" else ["{folder}"])
+    if kind is Path:
+        return [
+            "{missing}",
+            "{empty}.json",
+            "{folder}",
+            "{garbage}.json",
+            "{list}.json",
+            "{surrogate}.jsonl",
+            "{torn}.jsonl",
+            "",
+        ]
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return ["nosuch", "", "1"]
+    if about.parser is not None:
+        return ["abc", "-5", "1.5k", "", "nan"]
+    if kind is int:
+        return ["abc", "1.5", "", "-1", "nan", "0x5"]
+    if kind is float:
+        return ["abc", "nan", "inf", "", "-inf"]
+    assert kind is str, f"{name}: {kind}"
+    return WRONG[name]
+
+
+def cases():
+    for path, parameters in commands(app):
+        for name, (kind, about, required) in parameters.items():
+            argument = type(about).__name__ == "ArgumentInfo"
+            option = name if argument else (about.param_decls or (f"--{name.replace('_', '-')}",))[0].split("/")[0]
+            for value in wrong_values(name, kind, about):
+                yield pytest.param(path, name, option, value, argument, id=f"{'-'.join(path)}-{name}-{value}")
+            if required:
+                yield pytest.param(path, name, option, None, argument, id=f"{'-'.join(path)}-{name}-left out")
+        yield pytest.param(path, "nosuch", "--nosuch", "5", False, id=f"{'-'.join(path)}-nosuch")
+        if not any(type(about).__name__ == "ArgumentInfo" for _, about, _ in parameters.values()):
+            yield pytest.param(path, "nosuch", "nosuch", "nosuch", True, id=f"{'-'.join(path)}-an argument")
+
+
+TEXTS = {
+    "empty": "",
+    "list": "[1]",
+    "garbage": "\x00{]\n",
+    "surrogate": '{"messages": [{"role": "user", "content": "\\ud800"}]}\n',
+    "preset": '{"kind": "hfkvq preset", "scheme": {"scheme": "kitty", "boost_ratio": "much"}, "origin": {}}',
+    "messages": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
+    "torn": '{"messages": [{"role": "user", "content": "a"}]}\n{"messages": [{"ro',
+    "sensitivity": json.dumps(
+        {
+            "kind": "hfkvq.sensitivity",
+            "distortion": {"older|text|obs": [1.0, 0.5]},
+            "counts": {"older|text|obs": 3.0},
+            "origin": {
+                **dict.fromkeys(("model", "config", "template", "data"), "x"),
+                **{"requests": 1, "layers": [0], "versions": {}},
+            },
+            "shared_inst": True,
+        }
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A function that puts the paths of the walk's files into words: ``{list}.json`` and others."""
+    folder = tmp_path_factory.mktemp("walk")
+    for name, content in TEXTS.items():
+        for suffix in (".json", ".jsonl", ".toml", ".gguf", ".log"):
+            (folder / f"{name}{suffix}").write_text(content, encoding="utf-8")
+    for name in ("folder", "folder.json", "folder.log", "model"):
+        (folder / name).mkdir()
+    config = '{"model_type": "llama", "num_key_value_heads": "2", "hidden_size": 64}'
+    (folder / "model" / "config.json").write_text(config)
+    named = re.compile(f"{{({'|'.join([*TEXTS, 'folder', 'missing', 'new', 'model'])})}}")
+    return lambda words: [named.sub(lambda found: str(folder / found[1]), word) for word in words]
+
+
+@pytest.fixture(autouse=True)
+def no_weights(monkeypatch):
+    """No model is loaded, nothing is fetched, and no GPU is there."""
+
+    def loads(*_, **__):
+        pytest.fail("a model was loaded before the arguments were checked")
+
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        monkeypatch.setattr(auto, "from_pretrained", loads)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # Made once: it takes longer than most cases.
+    monkeypatch.setattr("typer.testing._get_command", lambda _: COMMAND)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+def words_of(path, option, value, argument, name):
+    """The command line of a case."""
+    words = list(path)
+    base = BASE.get(" ".join(path), []) + BESIDE.get((path[-1], name), [])
+    if name == "sensitivity" and option != name:
+        base = ["triaxial"]
+    if path == ("warm",) and name == "model":
+        base = base[:4]
+    if option in base:
+        at = base.index(option)
+        base = base[:at] + base[at + 2 :]
+    if argument and name != "nosuch" and base and not base[0].startswith("--"):
+        base = base[1:]
+    if value is None:
+        return words + base
+    if argument:
+        return [*words, *base, "--", value]
+    return [*words, *base, *([option + value] if value.startswith("=") else [option, value])]
+
+
+@pytest.mark.parametrize(("path", "name", "option", "value", "argument"), cases())
+def test_wrong_arguments(files, tmp_path, monkeypatch, path, name, option, value, argument):
+    monkeypatch.chdir(tmp_path)
+    words = files(words_of(path, option, value, argument, name))
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "120"})
+    said = f"hfkvq {' '.join(words)}\n{done.output}\n{done.exception!r}"
+    assert done.exit_code == 2, said
+    assert isinstance(done.exception, SystemExit), said
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, said
+    assert lines[0].startswith("Error: "), said
+    assert not done.stdout, said
+    assert "Traceback" not in done.output
+    plain = lines[0].lower().replace("-", "_")
+    names = {name, option.strip("-").replace("-", "_")}
+    if name in ("scheme", "schemes", "preset", "presets", "formats"):
+        # The knob, where one is wrong.
+        names |= {"scheme", "knob", "boost_ratio"}
+    assert any(each in plain for each in names), said
