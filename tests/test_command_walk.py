@@ -208,7 +208,7 @@ def words_of(path, option, value, argument, name):
     return [*words, *base, *([option + value] if value.startswith("=") else [option, value])]
 
 
-@pytest.mark.parametrize(("path", "name", "option", "value", "argument"), cases())
+@pytest.mark.parametrize(("path", "name", "option", "value", "argument"), list(cases()))
 def test_wrong_arguments(files, tmp_path, monkeypatch, path, name, option, value, argument):
     monkeypatch.chdir(tmp_path)
     words = files(words_of(path, option, value, argument, name))

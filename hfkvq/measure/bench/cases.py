@@ -195,7 +195,7 @@ def scheme_of(name: str, head_dim: int) -> Scheme:
 def check(formats: Iterable[str], shapes: Iterable[Shape]) -> None:
     """Raises ValueError if a format is unknown or cannot hold a shape's heads."""
     formats, shapes = tuple(formats), tuple(shapes)
-    for title, given in (("formats", formats), ("shapes", shapes)):
+    for title, given in (("formats", formats), ("sizes", shapes)):
         if not given:
             raise ValueError(f"{title}: got none.")
     for name in formats:
