@@ -54,8 +54,9 @@ class Mutant(NamedTuple):
 
 
 WINDOWS, DUE, ROWS = "kernels/windows.py", "kernels/due.py", "caches/store/row_lengths.py"
-FILL, SEAL, ROUTE = "caches/store/windows.py", "caches/store/sealing.py", "caches/store/routing.py"
-CROP, SHARE, APPEND = "caches/store/cropping.py", "caches/store/rows.py", "kernels/append.py"
+FILL, SEAL, ROUTE = "caches/store/windows.py", "caches/store/kvstore.py", "caches/store/routing.py"
+CROP = SHARE = "caches/store/rows.py"
+APPEND = "kernels/append.py"
 STEP, DECODE, PAGES = "kernels/step/ops.py", "kernels/decode.py", "kernels/quantize.py"
 RANK, KEPT, EVICT, POLICY = (
     "caches/schemes/ranking.py",
@@ -102,12 +103,12 @@ MUTANTS = [
     Mutant("step-order", "step", STEP, "seal_due(state, plan, tokens, (1,))", "seal_due(state, plan, tokens, (0,))"),
     # Sealing.
     Mutant(
-        "seal-hold", "seal", SEAL, "local = max(store.sizes.local[0], hold), max(", "local = store.sizes.local[0], max("
+        "seal-hold", "seal", SEAL, "local = max(self.sizes.local[0], hold), max(", "local = self.sizes.local[0], max("
     ),
-    Mutant("seal-rollback", "seal", SEAL, "        counters.copy_(before)\n        raise", "        raise"),
+    Mutant("seal-rollback", "seal", SEAL, "            counters.copy_(before)\n            raise", "            raise"),
     Mutant("seal-window", "seal", SEAL, "torch.minimum(new, (end - room - count).clamp(min=0))", "new * 0"),
     Mutant("seal-position", "seal", SEAL, "torch.arange(sink, sink + most[0]", "torch.arange(0, most[0]"),
-    Mutant("seal-counts", "routing", SEAL, "store.counters[RUNS:].add_(route.added)", "pass"),
+    Mutant("seal-counts", "routing", SEAL, "self.counters[RUNS:].add_(route.added)", "pass"),
     Mutant("seal-weight", "seal", "kernels/seal.py", "query if rule else None", "None"),
     # Bytes of pages.
     Mutant("pages-round", "pages", PAGES, "* inverse + 0.5)", "* inverse)"),
@@ -129,7 +130,7 @@ MUTANTS = [
         "kept = torch.minimum(count, rest // layout.unit * layout.unit)",
         "kept = torch.minimum(count, rest)",
     ),
-    Mutant("crop-settled", "rows", CROP, "seen - tokens < store.state.settled", "seen - tokens < 0"),
+    Mutant("crop-settled", "rows", CROP, "seen - tokens < state.settled", "seen - tokens < 0"),
     Mutant("crop-start", "rows", CROP, "counters[START].clamp(max=seen - tokens)", "counters[START]"),
     Mutant("crop-torn", "rows", CROP, "    if bool(torn):", "    if False:"),
     Mutant("crop-window", "rows", CROP, "if tokens and seen - tokens < held:", "if False:"),
@@ -137,7 +138,7 @@ MUTANTS = [
         "crop-parts",
         "rows",
         CROP,
-        "state = part_pages(state.replace(wide_bound=(wide, state.longest)), store.layout)",
+        "state = part_pages(state.replace(wide_bound=(wide, state.longest)), layout)",
         "state = state.replace(wide_bound=(wide, state.longest))",
     ),
     Mutant(

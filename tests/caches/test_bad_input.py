@@ -10,7 +10,7 @@ import torch
 from transformers import MambaConfig
 
 from hfkvq import KittyCache, MixedKVCache, MixKVQCache, SawInt4Cache, get_scheme
-from hfkvq.caches.store import sealing
+from hfkvq.caches.store import kvstore
 from tests.caches.driver import (
     DIM,
     HEADS,
@@ -264,12 +264,12 @@ def test_tokens_survive_a_seal_that_runs_out_of_memory(monkeypatch):
     """What was staged is still there, and the next forward goes on as if nothing had happened."""
     model = build("llama")
     cache, other = (MixedKVCache(model, small("full")) for _ in range(2))
-    grow = sealing.grow
+    grow = kvstore.grow
     with torch.no_grad():
-        monkeypatch.setattr(sealing, "grow", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError("none left")))
+        monkeypatch.setattr(kvstore, "grow", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError("none left")))
         with pytest.raises(torch.OutOfMemoryError):
             model(prompt(1, 30), past_key_values=cache)
-        monkeypatch.setattr(sealing, "grow", grow)
+        monkeypatch.setattr(kvstore, "grow", grow)
         layer = cache.layers[0]
         assert layer.staged_length == layer.get_seq_length() == 30
         model(prompt(1, 30), past_key_values=other)

@@ -13,7 +13,7 @@ from hfkvq import ARKVCache
 from hfkvq.caches.eviction.tier_evictor import TierEvictor
 from hfkvq.caches.layers.build import group_layers
 from hfkvq.caches.schemes import Arkv
-from hfkvq.caches.store import sealing
+from hfkvq.caches.store import kvstore
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH
 from tests.caches.driver import DIM, HEADS, SHARE, assert_close, make
@@ -212,7 +212,7 @@ def test_no_memory_leaves_the_prompt_staged(monkeypatch):
 
     queries, keys, values = tensors(0, 1, 90, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(sealing, "write_pages", fails)
+        patch.setattr(kvstore, "write_pages", fails)
         with pytest.raises(torch.OutOfMemoryError):
             forward(layers[0], queries, keys, values)
     assert layers[0].staged_length == 90

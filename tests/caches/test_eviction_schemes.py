@@ -24,8 +24,7 @@ from hfkvq.caches.schemes.base import Limits, warn_of_limits
 from hfkvq.caches.schemes.eviction import EvictionScheme, TokenEviction
 from hfkvq.caches.schemes.ranking import expected_attention, token_scores
 from hfkvq.caches.schemes.score_inputs import Evidence, keep_columns, keep_mask, prompt_evidence
-from hfkvq.caches.store import Padding
-from hfkvq.caches.store.headwise import HeadwiseStore
+from hfkvq.caches.store import KVStore, Padding
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START
 from tests.caches.driver import small
@@ -270,7 +269,7 @@ def stored_tokens(name, leads=()):
     given = [noise(7 + i, rows, heads, LONG, DIM) for i, heads in enumerate((HEADS * SHARE, HEADS, HEADS))]
     padding = Padding(torch.tensor(leads, dtype=torch.int32), frozenset(leads), None) if leads else None
     choice = choose(scheme, 0, 2, *given, AttentionArguments(DIM**-0.5), padding=padding)
-    store = HeadwiseStore(scheme.layout(DIM, DIM), scheme, *given[1:])
+    store = KVStore(scheme.layout(DIM, DIM), scheme, *given[1:], headwise=True)
     store.extend(choice.keys, choice.values, choice.padding)
     store.counters[START] += choice.shorter
     return scheme, choice, store, given
@@ -293,7 +292,7 @@ class TestPrompts:
         assert store.counters[LENGTH].tolist() == [40] * HEADS
         assert store.counters[START].tolist() == [20] * HEADS
         assert store.counters[RUNS].min() >= 8
-        alone = HeadwiseStore(store.layout, scheme, *given[1:])
+        alone = KVStore(store.layout, scheme, *given[1:], headwise=True)
         alone.extend(choice.keys, choice.values)
         assert torch.equal(store.dense("keys", LONG)[:, :, 20:], alone.dense("keys", 40))
 
@@ -309,7 +308,7 @@ class TestPrompts:
             alone = choose(scheme, 0, 2, *own, AttentionArguments(DIM**-0.5))
             count = min(LONG - lead, 40)
             assert (alone is None) == (count == LONG - lead)
-            single = HeadwiseStore(store.layout, scheme, *own[1:])
+            single = KVStore(store.layout, scheme, *own[1:], headwise=True)
             single.extend(*(own[1:] if alone is None else (alone.keys, alone.values)))
             for side, mine in zip(("keys", "values"), dense, strict=True):
                 assert torch.equal(mine[i : i + 1, :, LONG - count :], single.dense(side, count))

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkvq import MixedKVCache
 from hfkvq.caches.steps.device_steps import DeviceSteps
-from hfkvq.caches.store import sealing
+from hfkvq.caches.store import kvstore
 from hfkvq.kernels.step import ops
 from tests.caches.driver import for_all_models, small, stored
 from tests.caches.models import build, prompt
@@ -198,7 +198,7 @@ def test_a_step_that_fails_before_it_seals(model, monkeypatch):
 def test_tokens_counted_as_sealed_before_an_operation_fails(model, monkeypatch, name):
     """Their pages are not written: they are counted as not sealed again, and are sealed with the step's repetition."""
     cache, ids = filled(model, name, None), prompt(3, 140, seed=3)
-    own, failed = sealing.kernels.due, []
+    own, failed = kvstore.kernels.due, []
 
     def fails(*args):
         found = own(*args)
@@ -207,7 +207,7 @@ def test_tokens_counted_as_sealed_before_an_operation_fails(model, monkeypatch, 
             raise Fault
         return found
 
-    monkeypatch.setattr(sealing.kernels, "due", fails)
+    monkeypatch.setattr(kvstore.kernels, "due", fails)
     monkeypatch.setattr(DeviceSteps, "takes", lambda *_: False)
     for i in range(ids.shape[1]):
         twin = copy.deepcopy(cache)

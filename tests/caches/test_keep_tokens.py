@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hfkvq.caches.store import SIDES, KVStore, Padding
-from hfkvq.caches.store.headwise import HeadwiseStore
 from hfkvq.caches.store.requantize import keep_tokens
 from hfkvq.caches.store.routing import ColumnTags
 from hfkvq.caches.store.row_lengths import RowState
@@ -29,17 +28,18 @@ LAYOUTS = {
     "arkv": small("arkv"),
 }
 TAGGED = [name for name in LAYOUTS if name.startswith("triaxial")]
-KINDS = [(name, kind) for name in LAYOUTS for kind in (KVStore, HeadwiseStore) if (name, kind) != ("arkv", KVStore)]
-KINDS = [(name, kind) for name, kind in KINDS if not (name in TAGGED and kind is HeadwiseStore)]
+KINDS = [(name, headwise) for name in LAYOUTS for headwise in (False, True) if (name, headwise) != ("arkv", False)]
+KINDS = [(name, headwise) for name, headwise in KINDS if not (name in TAGGED and headwise)]
 
 
 class Life:
     """A store that is fed, and the tokens of each of its rows beside it: vectors and logical columns."""
 
-    def __init__(self, name, kind=KVStore, rows=2, seed=0, capacity=None):
+    def __init__(self, name, headwise=False, rows=2, seed=0, capacity=None):
         self.generator, self.seen, self.scheme = torch.Generator().manual_seed(seed), 0, LAYOUTS[name]
         empty = torch.zeros(rows, HEADS, 0, DIM)
-        self.store = kind(self.scheme.layout(DIM, DIM), self.scheme, empty, empty, capacity)
+        layout = self.scheme.layout(DIM, DIM)
+        self.store = KVStore(layout, self.scheme, empty, empty, capacity, headwise=headwise)
         self.rows, self.fold = rows, getattr(self.store, "fold", 1)
         self.tokens = {side: torch.zeros(rows * self.fold, HEADS // self.fold, 0, DIM) for side in SIDES}
         # Of each row of the store, the columns that its tokens came in, and those in which they are found.
@@ -138,11 +138,11 @@ class Life:
 
 # A prompt of pages for all of them, and by turns one within the sink and one that just leaves the windows.
 @pytest.mark.parametrize(
-    ("name", "kind", "prompt"), [(*each, n) for at, each in enumerate(KINDS) for n in (133, (3, 40)[at // 2 % 2])]
+    ("name", "headwise", "prompt"), [(*each, n) for at, each in enumerate(KINDS) for n in (133, (3, 40)[at // 2 % 2])]
 )
-def test_rows_keep_what_they_are_told(name, kind, prompt):
+def test_rows_keep_what_they_are_told(name, headwise, prompt):
     """Twice, among steps and prompts that seal pages before and after; rows begin with padding, and differ in all."""
-    life = Life(name, kind)
+    life = Life(name, headwise)
     life.prompt(prompt, (0, prompt // 2))
     for _ in range(5):
         life.step()
@@ -159,10 +159,10 @@ def test_rows_keep_what_they_are_told(name, kind, prompt):
         life.check()
 
 
-@pytest.mark.parametrize(("name", "kind"), KINDS)
-def test_what_is_not_sealed_by_pages_keeps_its_bits(name, kind):
+@pytest.mark.parametrize(("name", "headwise"), KINDS)
+def test_what_is_not_sealed_by_pages_keeps_its_bits(name, headwise):
     """Tokens of formats per token, of windows, and of pages of which all tokens stay together."""
-    life = Life(name, kind)
+    life = Life(name, headwise)
     life.prompt(120)
     for _ in range(9):
         life.step()
@@ -193,7 +193,7 @@ def test_what_is_not_sealed_by_pages_keeps_its_bits(name, kind):
 def test_pages_are_those_of_tokens_that_had_just_come(name):
     """Of one run: pages that are sealed whole, and windows, are what a prompt of the survivors would have left."""
     scheme = LAYOUTS[name]
-    life = Life(name, HeadwiseStore if name == "arkv" else KVStore)
+    life = Life(name, name == "arkv")
     if not life.store.format.ordered or life.store.format.rotate_keys or life.store.format.rotate_values:
         pytest.skip("several runs, or a basis of its own")
     life.prompt(130)
@@ -276,7 +276,7 @@ def test_what_comes_afterwards(name):
 
 def test_logical_columns_stay_where_runs_have_positions():
     """Each token that is sealed is found in its own column, and columns of forgotten tokens are empty."""
-    life = Life("arkv", HeadwiseStore)
+    life = Life("arkv", True)
     life.prompt(64)
     dense = life.store.folded(life.store.dense("keys", 64))
     keep = torch.rand(2 * HEADS, 64, generator=life.generator) < 0.5

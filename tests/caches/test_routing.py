@@ -19,7 +19,7 @@ from hfkvq import MixedKVCache, TriAxialCache
 from hfkvq.caches.layer_state.token_record import TokenRecord
 from hfkvq.caches.layers import PaddingReader
 from hfkvq.caches.schemes import TriAxial
-from hfkvq.caches.store import sealing
+from hfkvq.caches.store import kvstore
 from hfkvq.caches.store.routing import ColumnTags, SealSource, SealStart, route_by_width
 from hfkvq.caches.tags import PAD, parse_tag
 from hfkvq.kernels.arguments import AttentionArguments
@@ -560,7 +560,7 @@ def test_without_a_record_each_layer_goes_its_own_way():
 @pytest.mark.parametrize("steps", [0, 20])
 def test_a_seal_that_runs_out_of_memory_has_counted_nothing(steps, at, model, monkeypatch):
     """Neither of the two runs, whichever had no room; the next attempt has the route, or works it out again."""
-    cache, other, grow, calls = make(model), make(model), sealing.grow, []
+    cache, other, grow, calls = make(model), make(model), kvstore.grow, []
     generator = torch.Generator().manual_seed(3)
     if steps:
         first = torch.randint(3, 100, (2, 40), generator=generator)
@@ -574,7 +574,7 @@ def test_a_seal_that_runs_out_of_memory_has_counted_nothing(steps, at, model, mo
             raise torch.OutOfMemoryError("none left")
         return grow(state, run, blocks, factor)
 
-    monkeypatch.setattr(sealing, "grow", no_room)
+    monkeypatch.setattr(kvstore, "grow", no_room)
     with pytest.raises(torch.OutOfMemoryError):
         forward(model, cache, ids)
     layer = cache.layers[0]
@@ -582,7 +582,7 @@ def test_a_seal_that_runs_out_of_memory_has_counted_nothing(steps, at, model, mo
     host, device = told(layer)
     assert host == device
     assert device[LENGTH] == ((40, 40) if steps else (0, 0))
-    monkeypatch.setattr(sealing, "grow", grow)
+    monkeypatch.setattr(kvstore, "grow", grow)
     layer.settle()
     forward(model, other, ids)
     for row in range(2):

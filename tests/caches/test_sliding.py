@@ -212,12 +212,12 @@ def test_a_refused_chunk_loses_nothing():
 
 def test_pages_run_out_of_memory(monkeypatch):
     """A chunk that cannot be sealed leaves the pages that it was to be written over."""
-    from hfkvq.caches.store import sealing
+    from hfkvq.caches.store import kvstore
 
     model, ids = build("mistral-sliding", num_hidden_layers=1), prompt(1, 400)
     cache = MixedKVCache(model, FULL)
     logits_of(model, cache, [150], ids)
-    expected, write, left = copy.deepcopy(cache), sealing.write_pages, [1]
+    expected, write, left = copy.deepcopy(cache), kvstore.write_pages, [1]
 
     def fail(*args):
         if not left:
@@ -225,10 +225,10 @@ def test_pages_run_out_of_memory(monkeypatch):
         left.pop()
         return write(*args)
 
-    monkeypatch.setattr(sealing, "write_pages", fail)
+    monkeypatch.setattr(kvstore, "write_pages", fail)
     with pytest.raises(torch.OutOfMemoryError):
         logits_of(model, cache, [120], ids[:, 150:])
-    monkeypatch.setattr(sealing, "write_pages", write)
+    monkeypatch.setattr(kvstore, "write_pages", write)
     layer = cache.layers[0]
     assert (layer.staged_length, layer.store.longest) == (120, 150)
     for own, was in zip(layer.store.runs[0].flat(), expected.layers[0].store.runs[0].flat(), strict=True):

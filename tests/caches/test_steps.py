@@ -16,7 +16,7 @@ from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.steps.device_steps import DeviceSteps
 from hfkvq.caches.steps.step_buffer import StepBuffer
-from hfkvq.caches.store import sealing
+from hfkvq.caches.store import kvstore
 from hfkvq.caches.store.routing import HostCounters
 from hfkvq.kernels import use_interpreter
 from hfkvq.kernels.decode import LENGTH, run_count
@@ -137,8 +137,8 @@ def test_generated_tokens_are_sealed_without_a_question(name, monkeypatch):
         asked.append(layer)
         return real(*given)
 
-    real = sealing.seal_by_width
-    monkeypatch.setattr(sealing, "seal_by_width", by_width)
+    real = kvstore.KVStore._seal_by_width
+    monkeypatch.setattr(kvstore.KVStore, "_seal_by_width", by_width)
     if name == "triaxial":
         one.tags.record, other.tags.record = TokenRecord(SpreadTags()), TokenRecord(SpreadTags())
     ids = torch.randint(100, (2, 300), generator=generator)

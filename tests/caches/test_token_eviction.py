@@ -16,7 +16,7 @@ from hfkvq.caches.layers.memory import memory_of
 from hfkvq.caches.schemes import registry
 from hfkvq.caches.schemes.eviction import TokenEviction
 from hfkvq.caches.schemes.score_inputs import keep_mask, prompt_evidence
-from hfkvq.caches.store.headwise import HeadwiseStore
+from hfkvq.caches.store import KVStore
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, START
 from tests.caches.driver import (
@@ -92,7 +92,7 @@ def test_a_prompt_keeps_the_tokens_of_highest_score(name):
     keys, values = expected.tokens()
     count = keys.shape[2]
     assert count < 60
-    alone = HeadwiseStore(scheme.layout(DIM, DIM), scheme, keys, values)
+    alone = KVStore(scheme.layout(DIM, DIM), scheme, keys, values, headwise=True)
     alone.extend(
         keys, values, q_abs=None if layer.queries is None else own.queries.view(1, HEADS, -1, DIM).abs().mean(2)
     )
@@ -231,16 +231,16 @@ def test_where_padding_stands_among_tokens_nothing_is_evicted(caplog):
 
 def test_a_prompt_without_memory_is_as_if_it_had_not_come(monkeypatch):
     layer, fresh, own = make(small("snapkv+kitty-pro")), make(small("snapkv+kitty-pro")), row(7, 60)
-    extend = HeadwiseStore.extend
+    extend = KVStore.extend
 
     def fails(*args, **kwargs):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(HeadwiseStore, "extend", fails)
+    monkeypatch.setattr(KVStore, "extend", fails)
     with pytest.raises(torch.OutOfMemoryError):
         feed(layer, [own], [60])
     assert layer.staged_length == layer.get_seq_length() == 60
-    monkeypatch.setattr(HeadwiseStore, "extend", extend)
+    monkeypatch.setattr(KVStore, "extend", extend)
     layer.settle()
     feed(fresh, [own], [60])
     assert_same_bits(stored(layer, 0), stored(fresh, 0))

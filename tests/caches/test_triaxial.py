@@ -15,7 +15,7 @@ from hfkvq import MixedKVCache, Scheme, TriAxialCache, get_scheme, kernels
 from hfkvq.caches import BitTable
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.schemes.base import UNTAGGED
-from hfkvq.caches.store import sealing
+from hfkvq.caches.store import kvstore
 from hfkvq.caches.tags import PAD, TAGS, parse_tag
 from hfkvq.caches.tags.bit_table import Origin, config_hash, template_hash
 from tests.caches.driver import assert_same_bits, stored, tensors_of
@@ -203,8 +203,8 @@ def test_generated_tokens_get_int4(model):
 def test_steps_seal_a_unit_at_a_time(model, monkeypatch):
     """Between units a step seals nothing. Widths are looked at, and the device asked, for tokens of a prompt only."""
     widths, tails = [], []
-    by_width, due = sealing.seal_by_width, kernels.due
-    monkeypatch.setattr(sealing, "seal_by_width", lambda *args: (widths.append(1), by_width(*args))[1])
+    by_width, due = kvstore.KVStore._seal_by_width, kernels.due
+    monkeypatch.setattr(kvstore.KVStore, "_seal_by_width", lambda *args: (widths.append(1), by_width(*args))[1])
     monkeypatch.setattr(kernels, "due", lambda *args: (tails.append(1), due(*args))[1])
     cache = make(model)
     ids, layers = prompt(1, 60), len(cache.layers)

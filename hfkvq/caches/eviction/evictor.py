@@ -18,7 +18,7 @@ from ..layer_state.query_statistics import QueryStatistics
 from ..layer_state.update import store_tokens
 from ..schemes.eviction import EvictionScheme
 from ..store import MAX_STEP
-from ..store.headwise import HeadwiseStore
+from ..store.kvstore import KVStore
 from ..store.packing import Packed
 from .prompt_selection import Choice
 from .stored_scores import Observation
@@ -64,20 +64,19 @@ class Eviction(Part, Generic[S]):
         self.pending: Observation | None = None
         self.scores: Tensor | None = None
 
-    def new_store(self, keys: Tensor, values: Tensor) -> HeadwiseStore:
+    def new_store(self, keys: Tensor, values: Tensor) -> KVStore:
         """An empty store for tensors of this shape, dtype and device.
 
         Raises:
             ValueError: the budget has no room for more than the window.
         """
         # A capacity bounds the tokens seen; pages go by the budget, and move.
-        return HeadwiseStore(self.policy.layout(keys.shape[-1], values.shape[-1]), self.layer.scheme, keys, values)
+        layout = self.policy.layout(keys.shape[-1], values.shape[-1])
+        return KVStore(layout, self.layer.scheme, keys, values, headwise=True)
 
-    def store(self) -> HeadwiseStore:
+    def store(self) -> KVStore:
         """The layer's store."""
-        store = self.layer.held()
-        assert isinstance(store, HeadwiseStore), "made in new_store"
-        return store
+        return self.layer.held()
 
     @property
     def full_at(self) -> int:

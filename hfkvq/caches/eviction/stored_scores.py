@@ -17,7 +17,7 @@ from hfkvq.kernels.pages import Side
 from ..schemes.score_inputs import ELEMENTS, Attention, Evidence, Kind
 from ..store import SIDES, StoreState
 from ..store.columns import gather
-from ..store.headwise import HeadwiseStore
+from ..store.kvstore import KVStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Observation:
     prompt: Tensor | None
 
 
-def token_order(store: HeadwiseStore | StoreState, where: Tensor) -> Tensor:
+def token_order(store: KVStore | StoreState, where: Tensor) -> Tensor:
     """Columns of each row's tokens, oldest first: i64 (B*H, n), n the longest row; anything behind a row's end.
 
     ``where`` is what `positions` says.
@@ -47,7 +47,7 @@ def token_order(store: HeadwiseStore | StoreState, where: Tensor) -> Tensor:
 
 
 def stored_evidence(
-    kinds: Collection[Kind], store: HeadwiseStore, seen: Observation, where: Tensor, order: Tensor
+    kinds: Collection[Kind], store: KVStore, seen: Observation, where: Tensor, order: Tensor
 ) -> Iterator[tuple[slice, Evidence]]:
     """Evidence of what is stored, a few folded rows at a time; nothing is computed but what is asked for.
 
@@ -103,7 +103,7 @@ def stored_evidence(
 
 
 def _paid(
-    store: HeadwiseStore,
+    store: KVStore,
     seen: Observation,
     query: Tensor,
     real: Tensor,
@@ -126,7 +126,7 @@ def _paid(
 
 
 def _logits(
-    store: HeadwiseStore, seen: Observation, query: Tensor, where: Tensor, order: Tensor, own: slice, first: int
+    store: KVStore, seen: Observation, query: Tensor, where: Tensor, order: Tensor, own: slice, first: int
 ) -> Tensor:
     """Logits of some queries of folded rows, the first counted from the end, over all tokens: f32 (N, r, Q, n)."""
     count, share, queries, _ = query.shape
@@ -159,7 +159,7 @@ def _logits(
     return x.masked_fill(~visible, -torch.inf)
 
 
-def _folded_sinks(store: HeadwiseStore, seen: Observation) -> Tensor | None:
+def _folded_sinks(store: KVStore, seen: Observation) -> Tensor | None:
     """Sinks f32 (B*H, r) of folded rows."""
     if seen.arguments.sinks is None:
         return None

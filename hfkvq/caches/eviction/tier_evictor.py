@@ -20,10 +20,8 @@ from ..schemes.score_inputs import Evidence, prompt_evidence
 from ..store import KVStore, StoreState
 from ..store.columns import positions, run_columns
 from ..store.growth import pages_for
-from ..store.headwise import HeadwiseStore
-from ..store.moves import EVICT, STAY
 from ..store.packing import Packed
-from ..store.requantize import Requantized, requantize_by_tiers, requantized
+from ..store.requantize import EVICT, STAY, Requantized, requantize_by_tiers, requantized
 from ..store.rows import joined, part, used_blocks
 from .evictor import EvictingGroup, Eviction, store_choice
 from .prompt_selection import keep
@@ -158,7 +156,7 @@ class TierEvictor(Eviction[TieredEviction]):
         self.prompts = 0
         self.provisional: Tensor | None = None
 
-    def new_store(self, keys: Tensor, values: Tensor) -> HeadwiseStore:
+    def new_store(self, keys: Tensor, values: Tensor) -> KVStore:
         """See `Eviction.new_store`."""
         store, policy = super().new_store(keys, values), self.policy
         costs = policy.token_bytes(store.layout, keys.shape[-1], values.shape[-1], keys.dtype.itemsize)

@@ -35,8 +35,7 @@ def _contradictions(layer: PagedLayer) -> Iterator[str]:
     if layer.buffer is not None:
         layer.buffer.close()
     yield from contradictions(store.state, layer.seen - layer.staged_length)
-    fold = getattr(store, "fold", 1)
-    if layer.seen and store.batch != layer.batch_size * fold:
+    if layer.seen and store.batch != layer.batch_size * store.fold:
         yield f"{layer.batch_size} rows, and {store.batch} in the store"
     for part in () if layer.queries is None else layer.queries.tensors():
         if layer.seen and layer.batch_size not in part.shape[:2]:

@@ -10,7 +10,6 @@ from ..eviction.evictor import Eviction
 from ..layer_state.base import LayerBase
 from ..schemes.base import Layout, Scheme
 from ..store import SIDES, KVStore
-from ..store.headwise import HeadwiseStore
 
 
 def make_plan(
@@ -51,7 +50,6 @@ def make_plan(
         store.grow_tail(side, slots, store.longest == 0)
     keys, values = store.layout.keys, store.layout.values
     rule, query = sealing_rules(layer.scheme, store.layout, store.dims["keys"])
-    fold = store.fold if isinstance(store, HeadwiseStore) else 1
     keeps = eviction is not None and eviction.keeps_query
     return StepPlan(
         store=store.format.spec,
@@ -67,8 +65,8 @@ def make_plan(
         capacity=room,
         rule=rule,
         query="keep" if keeps else query,
-        fold=fold,
-        query_heads=fold * store.heads * queries_per_head if keeps else 0,
+        fold=store.fold,
+        query_heads=store.fold * store.heads * queries_per_head if keeps else 0,
         balance=(keys.balance, values.balance),
         offloaded=layer.offloaded,
     )

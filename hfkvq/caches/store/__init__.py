@@ -2,7 +2,7 @@
 
 There are three routes from a token to the bytes of a page:
 
-1. A prompt. `KVStore.extend` seals straight from the new tokens (`sealing.seal`), so that a prompt is never copied into
+1. A prompt. `KVStore.extend` seals straight from the new tokens, so that a prompt is never copied into
    a tail that would have to hold all of it. Of a prompt beyond a budget only the tokens that stay come here.
 2. A step. New tokens join the tail, and what has left the local window is sealed from there: by
    `hfkvq.kernels.step.run_step` over the layer's buffer, with a graph or without, or by `KVStore.push` and
@@ -11,17 +11,16 @@ There are three routes from a token to the bytes of a page:
    their bits, others are quantized from what is stored of them. Tiers of a first prompt are assigned by one, for all
    layers together (`rows.joined`), since the host must not wait for the device within a prompt.
 
-Serving seals blocks of its own engine by the same two functions: `sealing.write_pages`, where a prompt goes through a
+Serving seals blocks of its own engine by the same two functions: `kvstore.write_pages`, where a prompt goes through a
 store, and else `kernels.seal_side`, which the former ends in, as steps do.
 
 - `state`: all that changes, tensors and what the host knows of them, as one value with one ``replace``.
-- `view`: what can be asked of a store. `kvstore`: `KVStore`, its verbs.
+- `kvstore`: `KVStore`, the store of a layer: what can be asked of it, how tokens arrive, are sealed and leave.
 - `windows`: tokens come into sink and tail. `growth`: room in tails and pages.
-- `sealing`: tokens leave the tail, or a prompt, for pages; `rules`: by which kernels.
-- `requantize`: the operation; `moves`: which tokens stay, come and go; `columns`: tokens of pages, bit for bit.
-- `cropping`: the newest tokens are taken back. `rows`: rows are reordered, shared, dropped and joined.
-- `packing`: a state for a file. `accounting`: bytes and bits. `integrity`: whether all that
-  contradicts itself.
+- `routing`: runs that tokens go to by their widths. `row_lengths`: lengths that rows may have, as the host knows them.
+- `requantize`: tokens change their run or go. `columns`: tokens of pages, bit for bit.
+- `rows`: rows are reordered, shared, dropped, joined and cropped.
+- `packing`: a state for a file. `accounting`: bytes and bits. `integrity`: checks of a state against itself.
 """
 
 from hfkvq.kernels.step import MAX_STEP
@@ -30,7 +29,6 @@ from .accounting import StoreBytes
 from .growth import EVICTING_GROWTH, GROWTH
 from .kvstore import KVStore
 from .state import SIDES, StoreState
-from .view import StoreView
 from .windows import Padding, Ragged
 
 __all__ = [
@@ -43,5 +41,4 @@ __all__ = [
     "Ragged",
     "StoreBytes",
     "StoreState",
-    "StoreView",
 ]

@@ -16,15 +16,15 @@ from hfkvq.kernels.quantize import dequantize_pages
 from .state import SIDES, StoreState, as_bytes
 
 if TYPE_CHECKING:
-    from .view import StoreView
+    from .kvstore import KVStore
 
 
-def positions(store: StoreView | StoreState) -> Tensor:
+def positions(store: KVStore | StoreState) -> Tensor:
     """Row position of every column of `sink | runs | tail`: i32 (B, N), `ABSENT` where there is no token."""
     return column_positions(store.format, store.counters, store.runs, store.windows[2].shape[2], "keys")
 
 
-def run_columns(store: StoreView | StoreState) -> list[tuple[int, int]]:
+def run_columns(store: KVStore | StoreState) -> list[tuple[int, int]]:
     """First column of each run, and of the tail at last, with the number of columns."""
     found, at = [], store.format.sink
     for view, (fmt, _) in zip(store.runs, store.format.runs, strict=True):

@@ -30,25 +30,274 @@ import torch
 from torch import Tensor
 
 from hfkvq import kernels
-from hfkvq.kernels.decode import LENGTH, START
-from hfkvq.kernels.pages import Side
-from hfkvq.kernels.step import StepState
+from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count
+from hfkvq.kernels.masks import fold_mask
+from hfkvq.kernels.pages import PageFormat, RunView, Side
+from hfkvq.kernels.step import MAX_STEP, StepState
 
 from ..base.inference_mode import lasting
-from .cropping import cropped
-from .growth import grow_tail, in_buffer, tail_limits
+from ..schemes.base import Layout, Scheme
+from . import accounting
+from .accounting import PayloadBits, StoreBytes
+from .growth import EVICTING_GROWTH, GROWTH, grow, grow_tail, in_buffer, pages_for, tail_limits
 from .packing import Packed, packed, unpacked
-from .routing import ColumnTags, HostCounters, SealSource, SealStart
-from .row_lengths import RowState
-from .rows import reordered, selected
-from .sealing import seal
+from .routing import (
+    ColumnTags,
+    HostCounters,
+    Route,
+    SealSource,
+    SealStart,
+    route_by_width,
+    sealed_to_last_run,
+)
+from .row_lengths import Forecast, RowState, WindowSizes, forecast
+from .rows import cropped, reordered, selected
 from .state import EMPTY, SIDES, StoreState
-from .view import StoreView
 from .windows import Padding, Ragged, fill_windows
 
+Pages = tuple[Sequence[Tensor], Tensor, Tensor, Tensor]
+"""Destination of tokens: tensors of one side's pages, their table, tokens there so far, and new ones."""
 
-class KVStore(StoreView):
-    """Storage of one layer: see `StoreView` for its arguments, and for what can be asked of it."""
+
+def write_pages(
+    pages: Pages,
+    fmt: PageFormat,
+    side: Side,
+    source: Tensor,
+    index: Tensor,
+    layout: Layout,
+    scheme: Scheme,
+    q_abs: Tensor | None = None,
+) -> None:
+    """Quantizes tokens as the layout and the scheme say.
+
+    Args:
+        pages: where they go: tensors in the order of ``fmt.names``, table i32 (B, n), tokens there and new ones (B,).
+        fmt: the format of these pages.
+        side: "keys" or "values".
+        source: (B, H, L, D), in the basis of the store.
+        index: i32 (B, m), column of each new token.
+        layout: balances pages.
+        scheme: raises channels.
+        q_abs: f32 (B, H, D), see `Scheme.channel_bits`; of keys only.
+    """
+    if not source.shape[1]:
+        # The stores by which memory is planned have no heads.
+        return
+    parts, table, count, new = pages
+    own = layout.keys if side == "keys" else layout.values
+    widths = rule = None
+    if fmt.raised:
+        rule = scheme.channel_rule
+        if rule is None and (q_abs is not None or "query" not in scheme.needs):
+            rule = scheme.step_rule(source.shape[3])
+    if fmt.raised and rule is None:
+        keys = source.gather(2, index.long()[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3]))
+        widths = scheme.channel_bits(keys.unflatten(2, (-1, fmt.page_size)), q_abs)
+    kernels.seal_side(parts, table, count, new, source, index, fmt, side, rule, q_abs, own.balance, widths)
+
+
+class KVStore:
+    """Storage of one layer. What changes is `state`, which only this package gives another value.
+
+    With ``headwise``, every KV head of a row has tokens of its own: heads are folded into rows, so that the store has
+    B*H rows of one head each, and row ``b*H + h`` is KV head h of the layer's row b. What comes in and goes out has the
+    layer's shapes (B, H, ...); counters, tables, windows and pages are folded. Tokens seal as in any store until a
+    requantization gives each row tokens and tiers of its own.
+
+    Attributes:
+        growth: factor by which runs that have no room grow.
+        fold: rows of the store for each of the layer's: KV heads of a headwise store, else 1.
+
+    Args:
+        layout: static layout of both sides.
+        scheme: decides widths at sealing.
+        keys: (B, H, t, Dk), any tensor of the shape, dtype and device to come.
+        values: (B, H, t, Dv), likewise.
+        capacity: most tokens of a row, allocated at once; None grows.
+        offloaded: whether pages lie in the host's memory.
+        headwise: whether each KV head has tokens of its own.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        scheme: Scheme,
+        keys: Tensor,
+        values: Tensor,
+        capacity: int | None = None,
+        offloaded: bool = False,
+        headwise: bool = False,
+    ) -> None:
+        layout.check(keys.shape[-1], values.shape[-1])
+        self.fold, self.growth = (keys.shape[1], EVICTING_GROWTH) if headwise else (1, GROWTH)
+        self.layout, self.format, self.scheme = layout, layout.store, scheme
+        self.sizes, self.capacity = WindowSizes.of(layout), capacity
+        self.seals_widely = scheme.seals_widely(layout)
+        self.state = StoreState.empty(
+            layout, self.folded(keys), self.folded(values), MAX_STEP, "tags" in scheme.needs, offloaded
+        )
+        self.heads, self.dims, self.dtype = self.state.heads, self.state.dims, self.state.dtype
+        # Tails grow up to this, so that short contexts do not pay for windows they cannot fill.
+        self.tail_limit: dict[Side, int] = tail_limits(layout, 0)
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Makes room for the capacity, if there is one."""
+        if self.capacity is None:
+            return
+        for side in SIDES:
+            self.state = grow_tail(self.state, side, self.tail_limit[side], self.tail_limit[side])
+        for run in range(len(self.format.runs)):
+            blocks = pages_for(self.format, run, max(self.capacity - self.layout.sink, 0))
+            self.state = grow(self.state, run, blocks, 1)
+
+    # A headwise store's rows are heads.
+
+    def folded(self, x: Tensor) -> Tensor:
+        """(B, H*n, ...) of the layer's rows as (B*H, n, ...) of a headwise store's; as it is for any other."""
+        if self.fold == 1:
+            return x
+        rows, heads, *rest = x.shape
+        return x.reshape(rows * self.fold, heads // self.fold, *rest)
+
+    def unfolded(self, x: Tensor) -> Tensor:
+        """Inverse of `folded`: (B*H, n, ...) as (B, H*n, ...)."""
+        if self.fold == 1:
+            return x
+        rows, heads, *rest = x.shape
+        return x.reshape(rows // self.fold, heads * self.fold, *rest)
+
+    def _folded_padding(self, padding: Padding | None) -> Padding | None:
+        """Padding of the layer's rows, for each of the store's."""
+        if padding is None or self.fold == 1:
+            return padding
+        source = None if padding.source is None else padding.source.repeat_interleave(self.fold, 0)
+        return Padding(padding.lead.repeat_interleave(self.fold), padding.amounts, source)
+
+    def rows_of(self, rows: Tensor) -> Tensor:
+        """Rows of the store that belong to rows of the layer: i64 (B',) to (B' * fold,)."""
+        if self.fold == 1:
+            return rows
+        return (rows[:, None] * self.fold + torch.arange(self.fold, device=rows.device)).flatten()
+
+    # Contents, read.
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.state.counters.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Bytes of all tensors."""
+        return self.state.counters.device
+
+    @property
+    def counters(self) -> Tensor:
+        """i32 (2 + 2*runs, B)."""
+        return self.state.counters
+
+    @property
+    def dropped(self) -> Tensor:
+        """i32 (B,): tokens of each row that were forgotten."""
+        return self.state.dropped
+
+    @property
+    def windows(self) -> tuple[Tensor, ...]:
+        """Sink keys, sink values, tail keys, tail values."""
+        return self.state.windows
+
+    @property
+    def runs(self) -> tuple[RunView, ...]:
+        """Pages of each run."""
+        return self.state.runs
+
+    @property
+    def states(self) -> frozenset[RowState]:
+        """States that rows may be in, as the host knows them."""
+        return self.state.states
+
+    def flat_runs(self) -> list[Tensor]:
+        """All runs' tensors in the order ops take them."""
+        return self.state.flat_runs()
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor the store holds."""
+        return [*self.state.tensors()]
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a row may hold."""
+        return self.state.longest
+
+    @property
+    def row_lengths(self) -> Tensor:
+        """i32 (B,): tokens that each of the layer's rows holds (the same in all heads)."""
+        return self.state.counters[LENGTH, :: self.fold]
+
+    def forecast(self, tokens: int = 0, hold: int = 0) -> Forecast:
+        """Forecast of the rows with ``tokens`` more; see `hfkvq.caches.store.row_lengths.forecast`."""
+        return forecast(self.state.states, self.sizes, tokens, hold)
+
+    def fits(self, tokens: int) -> bool:
+        """True if ``tokens`` more can join the tail before anything is sealed."""
+        return self.has_room(tokens, self.forecast(tokens).tail_slots)
+
+    def has_room(self, tokens: int, needs: tuple[int, int]) -> bool:
+        """True if so many new tokens are a step, and tails may grow to the slots that are needed then."""
+        limit = self.tail_limit
+        return tokens <= MAX_STEP and needs[0] <= limit["keys"] and needs[1] <= limit["values"]
+
+    def is_due(self, hold: int = 0) -> bool:
+        """True if some row has something to seal now."""
+        return any(self.forecast(hold=hold).due)
+
+    def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
+        """Attention of the newest queries (B, Hq, Q, D) over everything held; see `kernels.store_attention`.
+
+        A bias has to be a part of the mask, see `AttentionArguments.biased`.
+        """
+        state, (scaling, mask, softcap, sinks, *_) = self.state, arguments
+        if self.fold > 1:
+            # The layer's list of sinks has those of each head in turn: rows here take turns with it.
+            mask, query = fold_mask(mask, query.shape[0], self.fold), self.folded(query)
+        out = kernels.store_attention(
+            query, state.counters, state.windows, self.flat_runs(), mask, sinks, scaling, softcap, self.format
+        )
+        return self.unfolded(out)
+
+    def dense(self, side: Side, columns: int, back: bool = True) -> Tensor:
+        """(B, H, columns, D) in logical order, 0 at padding, and where a head has evicted a token.
+
+        Rotated back, or else in the store's basis.
+        """
+        state, form = self.state, self.format if back else replaced(self.format, rotate_keys=0, rotate_values=0)
+        return self.unfolded(kernels.gather_rows(state.counters, state.windows, self.flat_runs(), columns, form, side))
+
+    def dense_before(self, new: Tensor, side: Side, columns: int, back: bool = True) -> Tensor:
+        """(B, H, columns, D): everything held, as `dense` has it, and ``new`` (B, H, t, D) in the last columns.
+
+        Written where it belongs: to join the two would copy all that has been dequantized.
+        """
+        dense = self.dense(side, columns, back=back)
+        if not back:
+            new = kernels.hadamard(new, self.format.rotate_keys if side == "keys" else self.format.rotate_values)
+        dense[:, :, columns - new.shape[2] :] = new
+        return dense
+
+    def nbytes(self) -> StoreBytes:
+        """Exact bytes by kind (asks the device for the rows' lengths)."""
+        return accounting.nbytes(self.state)
+
+    def elements(self) -> int:
+        """Key and value elements of all tokens, forgotten ones included (asks the device)."""
+        return accounting.elements(self.state)
+
+    def payload_bits(self) -> PayloadBits:
+        """Payload bits per element of sealed pages (asks the device)."""
+        return accounting.payload_bits(self.state)
 
     def adopt(self, state: StoreState) -> None:
         """Holds what another state of the same format holds; this one's tensors are given up."""
@@ -61,6 +310,12 @@ class KVStore(StoreView):
     def move_into(self, buffer: StepState, blocks: Sequence[int]) -> None:
         """Moves what the store holds into a buffer of recorded steps: see `hfkvq.caches.store.growth.in_buffer`."""
         self.state = in_buffer(self.state, buffer, blocks)
+
+    def _for_rows(self, q_abs: Tensor | None, tags: ColumnTags | None) -> tuple[Tensor | None, ColumnTags | None]:
+        """Weights of channels and tags of columns of the layer, for the store's rows."""
+        if self.fold == 1:
+            return q_abs, tags
+        return None if q_abs is None else self.folded(q_abs), None
 
     def _rotated(self, x: Tensor, side: Side) -> Tensor:
         return kernels.hadamard(x, self.format.rotate_keys if side == "keys" else self.format.rotate_values)
@@ -104,6 +359,7 @@ class KVStore(StoreView):
             values: (B, H, t, Dv).
             padding: padding among them, or None.
         """
+        keys, values, padding = self.folded(keys), self.folded(values), self._folded_padding(padding)
         self.grow_tails(keys.shape[2])
         if padding is None:
             # Counts on the device as well.
@@ -133,8 +389,10 @@ class KVStore(StoreView):
             padding: padding among them, or None.
             hold: newest tokens that must stay unsealed, beyond what the layout says (see `reserve_tail`).
             q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
-            tags: of the first logical columns; see `Scheme.token_bits`.
+            tags: of the first logical columns; see `Scheme.token_bits`. They are the layer's, and not for folded rows.
         """
+        keys, values, padding = self.folded(keys), self.folded(values), self._folded_padding(padding)
+        q_abs, tags = self._for_rows(q_abs, tags)
         if padding is not None and padding.source is not None:
             source = padding.source[:, None, :, None]
             keys = keys.gather(2, source.expand_as(keys))
@@ -150,7 +408,7 @@ class KVStore(StoreView):
         with self._counting(fresh) as counters:
             start = None if tags is None else SealStart(counters, self.state.counted(), padding)
             self._advance(keys.shape[2], padding)
-            seal(self, source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs, tags, start)
+            self._seal(source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs, tags, start)
             self.grow_tails(1, fresh)
             fill_windows(self.state, keys, values, counters[LENGTH], padding)
 
@@ -173,7 +431,7 @@ class KVStore(StoreView):
             self.counters[LENGTH].copy_(rows.length)
             first = rows.first[:, None] + self.layout.sink
             sources = [SealSource(x.expand(self.batch, -1, -1, -1), 0, x.shape[2], first) for x in (keys, values)]
-            seal(self, sources[0], sources[1], 0, q_abs, None)
+            self._seal(sources[0], sources[1], 0, q_abs, None)
             self.state = self.state.replace(windows=rows.windows(self.state, keys, values))
 
     @contextlib.contextmanager
@@ -212,8 +470,130 @@ class KVStore(StoreView):
         """
         if not self.is_due(hold):
             return False
+        q_abs, tags = self._for_rows(q_abs, tags)
         keys, values = (SealSource(tail, tail.shape[2]) for tail in self.windows[2:])
-        return seal(self, keys, values, hold, q_abs, tags)
+        return self._seal(keys, values, hold, q_abs, tags)
+
+    # Tokens leave the tail, or a prompt, for pages.
+
+    def _seal(
+        self,
+        keys: SealSource,
+        values: SealSource,
+        hold: int,
+        q_abs: Tensor | None,
+        tags: ColumnTags | None,
+        start: SealStart | None = None,
+    ) -> bool:
+        """Seals what is due, from tails or from a prompt, into the runs that tokens belong in.
+
+        Args:
+            keys: where they are.
+            values: likewise.
+            hold: newest tokens that must stay unsealed, beyond what the layout says.
+            q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
+            tags: of the first logical columns; see `Scheme.token_bits`.
+            start: of tags, what was there before a prompt; None for what is there now.
+
+        Returns:
+            Whether a seal was due in some row; the host asks the device nothing where none is.
+        """
+        then = self.forecast(hold=hold)
+        most = then.due
+        if not any(most):
+            return False
+        from_tail = not keys.tokens
+        plain = tags is None and self.seals_widely and (from_tail or keys.first is not None)
+        if not self.format.ordered and not plain:
+            route = self._seal_by_width((keys, values), most[0], hold, tags, start)
+            known = None if tags is None else HostCounters(route.after, then.sealed)
+            self.state = self.state.replace(states=then.sealed, widest=route.held, host_counters=known)
+            return True
+        counted = self.state.counted()
+        local = max(self.sizes.local[0], hold), max(self.sizes.local[1], hold)
+        sealed = then.most_sealed
+        if not self.format.ordered:
+            # A row that seals keeps its newest tokens in the tail; others have room for what they hold.
+            sealed = min(max(self.state.wide_most - local[0], 0), sealed)
+        self.state = grow(self.state, len(self.runs) - 1, pages_for(self.format, -1, sealed), self.growth)
+        self._seal_last((keys, values), most, local, q_abs)
+        known = None if counted is None else HostCounters(sealed_to_last_run(counted, self.sizes, hold), then.sealed)
+        self.state = self.state.replace(states=then.sealed, host_counters=known)
+        return True
+
+    def _seal_last(
+        self,
+        sources: tuple[SealSource, SealSource],
+        most: tuple[int, int],
+        local: tuple[int, int],
+        q_abs: Tensor | None,
+    ) -> None:
+        """Seals what is due into the last run, which has room for it.
+
+        Args:
+            sources: where keys and values are.
+            most: no row has more to seal, of keys and of values.
+            local: newest tokens that stay unsealed, likewise.
+            q_abs: see `_seal`.
+        """
+        sink, _, unit = self.sizes
+        counters, windows, view, from_tail = self.counters, self.windows, self.runs[-1], not sources[0].tokens
+        # Tokens are counted as sealed before their pages are written; if that fails, they must not stay counted.
+        before = counters.clone()
+        try:
+            # Slots of the tail, where it is tails that are sealed from.
+            asked = most if from_tail else (0, 0)
+            pos = view.pos if from_tail else None
+            found = kernels.due(counters, sink, (windows[2].shape[2], windows[3].shape[2]), local, unit, asked, pos)
+            for at, (side, source) in enumerate(zip(SIDES, sources, strict=True)):
+                if most[at]:
+                    fmt, parts = self.format.runs[-1][at], (view.keys, view.values)[at]
+                    count, new, span, own = found.count[at], found.new[at], most[at], source
+                    room = self.format.ring * fmt.page_size
+                    if room and span > room and not from_tail:
+                        # Tokens that leave the window at once have no page: no launch writes two blocks of one page.
+                        end = -(-(count + new) // fmt.page_size) * fmt.page_size
+                        skipped = torch.minimum(new, (end - room - count).clamp(min=0))
+                        count, new, span = count + skipped, new - skipped, room
+                        if source.first is not None:
+                            own = source._replace(first=source.first + skipped[:, None])
+                    index = found.index[at] if from_tail else own.oldest(count, span, counters[LENGTH], sink)
+                    pages = parts, view.table, count, new
+                    write_pages(pages, fmt, side, source.tensor, index, self.layout, self.scheme, q_abs)
+            if view.pos is not None and not from_tail:
+                view.pos[:, : most[0]] = torch.arange(sink, sink + most[0], device=self.device)
+        except BaseException:
+            counters.copy_(before)
+            raise
+
+    def _seal_by_width(
+        self,
+        sources: tuple[SealSource, SealSource],
+        bound: int,
+        hold: int,
+        tags: ColumnTags | None,
+        start: SealStart | None,
+    ) -> Route:
+        """Sends the tokens that leave the tail to the run of their width; counts them when all are there."""
+        if tags is None or self.scheme.reads_tokens:
+            codes = None if tags is None else tags.codes
+            route = route_by_width(self.counters, self.layout, self.scheme, sources, bound, hold, codes)
+        else:
+            start = SealStart(self.counters, self.state.counted(), None) if start is None else start
+            route = tags.route(self.counters, self.layout, self.scheme, sources, bound, hold, start)
+        for i, tokens in enumerate(route.runs):
+            if tokens is None:
+                continue
+            self.state = grow(self.state, i, pages_for(self.format, i, tokens.held), self.growth)
+            view, count = self.runs[i], run_count(self.counters, i, "keys")
+            assert view.pos is not None, "a run of several has positions"
+            view.pos.index_put_(tokens.place, tokens.position)
+            for at, (side, source) in enumerate(zip(SIDES, sources, strict=True)):
+                pages = (view.keys, view.values)[at], view.table, count, tokens.new
+                fmt, index = self.format.runs[i][at], tokens.columns[at]
+                write_pages(pages, fmt, side, source.tensor, index, self.layout, self.scheme)
+        self.counters[RUNS:].add_(route.added)
+        return route
 
     @lasting
     def note_evicted(self, shorter: int, evicted: Tensor, settled: int, columns: Tensor | None = None) -> None:
@@ -257,16 +637,16 @@ class KVStore(StoreView):
         self.state = self.state.written()
 
     def crop(self, tokens: int, seen: int) -> None:
-        """Forgets the newest ``tokens`` logical columns of ``seen``; see `hfkvq.caches.store.cropping.cropped`."""
-        self.state = cropped(self, tokens, seen)
+        """Forgets the newest ``tokens`` logical columns of ``seen``; see `hfkvq.caches.store.rows.cropped`."""
+        self.state = cropped(self.state, self.layout, self.tail_limit, tokens, seen)
 
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row ``rows[b]`` was (i64 (B',)). Full pages are shared, not copied."""
-        self.state = reordered(self.state, self.layout, rows.to(self.device))
+        self.state = reordered(self.state, self.layout, self.rows_of(rows.to(self.device)))
 
     def select(self, rows: Tensor) -> None:
         """Keeps rows ``rows`` (i64 (B',)) only, and gives the other rows' pages back."""
-        self.state = selected(self.state, rows.to(self.device))
+        self.state = selected(self.state, self.rows_of(rows.to(self.device)))
 
     @lasting
     def clear(self) -> None:

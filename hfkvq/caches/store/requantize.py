@@ -25,25 +25,161 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START
+from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, run_count
 from hfkvq.kernels.pages import PageFormat, RunView, Side
+from hfkvq.kernels.windows import tokens_due_by_row
 
 from ..base.inference_mode import lasting
 from ..schemes.base import Layout, Scheme
 from .columns import as_pages, gather, positions, run_columns, take
 from .growth import grow
-from .moves import EVICT, LAST, STAY, Moves, Plan, moves_by_target, moves_of_one_run, planned
+from .kvstore import KVStore, write_pages
 from .row_lengths import RowState
-from .sealing import write_pages
 from .state import SIDES, StoreState
-from .view import StoreView
+
+EVICT, STAY = -1, -2
+"""Targets beside the number of a run."""
+
+LAST = torch.iinfo(torch.int32).max
+"""Behind every position."""
 
 
-def keep_tokens(store: StoreView, keep: Tensor, hold: int = 0, q_abs: Tensor | None = None) -> bool:
+class RunChanges(NamedTuple):
+    """Tokens of one side of a run: entries that stay there and that come, bool (B, n), and how many: i32 (B,)."""
+
+    stays: Tensor
+    comes: Tensor
+    kept: Tensor
+    new: Tensor
+
+    @classmethod
+    def of(cls, stays: Tensor, comes: Tensor) -> RunChanges:
+        return cls(stays, comes, *(mask.sum(1, dtype=torch.int32) for mask in (stays, comes)))
+
+    def order(self, most_kept: int, most_new: int, coming: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Entries that stay, i64 (B, most_kept), those that come, (B, most_new), and these behind those.
+
+        ``coming`` is `RequantizePlan.coming`.
+        """
+        old = self.stays.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most_kept]
+        fresh = torch.where(self.comes, coming, LAST).argsort(dim=1, stable=True)[:, :most_new]
+        slot = torch.arange(most_kept + most_new, device=old.device)[None]
+        pick = torch.where(slot < self.kept[:, None], slot, slot - self.kept[:, None] + most_kept)
+        both = torch.cat([old, fresh], 1)
+        return old, fresh, both.gather(1, pick.clamp(max=max(both.shape[1] - 1, 0)))
+
+
+class RequantizePlan(NamedTuple):
+    """Fate of each token of a row. Entries are columns where there are several runs, else the row's tokens.
+
+    Attributes:
+        where: i32 (B, n), row position of each entry, `ABSENT` where there is no token.
+        to: i32 (B, n), its position then.
+        columns: i64 (B, n), by side, where it stands in `sink | runs | tail`.
+        coming: i32 (B, n), in whose order entries come to a run: that of columns, and of the tail that of positions.
+            A tail is a ring, so that its columns would say how long it is.
+        free: bool (B, n), tokens that are left and are not in the sink then.
+        sink: bool (B, n), tokens in the sink then.
+        gone: i32 (B,), tokens that are forgotten.
+        length: i32 (B,), tokens that are left.
+    """
+
+    where: Tensor
+    to: Tensor
+    columns: dict[Side, Tensor]
+    coming: Tensor
+    free: Tensor
+    sink: Tensor
+    gone: Tensor
+    length: Tensor
+
+
+def planned(state: StoreState, target: Tensor, where: Tensor | None) -> RequantizePlan:
+    """Tokens that are left, and their positions."""
+    sink, length, device = state.sizes.sink, state.counters[LENGTH], state.device
+    entry = torch.arange(target.shape[1], dtype=torch.int32, device=device)[None]
+    if state.format.ordered:
+        where = torch.where(entry < length[:, None], entry, ABSENT)
+        first, size = run_columns(state)[0]
+        columns = {}
+        for at, side in enumerate(SIDES):
+            behind, ring = entry - sink, state.windows[2 + at].shape[2]
+            paged = behind < run_count(state.counters, 0, side)[:, None]
+            place = torch.where(paged, first + behind, first + size + behind % ring)
+            columns[side] = torch.where(entry < sink, entry, place).long()
+        coming = entry
+    else:
+        where = positions(state) if where is None else where
+        tail = run_columns(state)[-1][0]
+        coming = torch.where(entry < tail, entry, tail + where)
+        columns = dict.fromkeys(SIDES, entry.expand(state.batch, -1).long())
+    evicted = (where > ABSENT) & (target == EVICT)
+    left = (where > ABSENT) & ~evicted
+    gone = evicted.sum(1, dtype=torch.int32)
+    if state.format.ordered:
+        before = evicted.cumsum(1, dtype=torch.int32)
+    elif sink:
+        at = torch.where(evicted, where, state.longest).long()
+        before = torch.zeros(state.batch, state.longest + 1, dtype=torch.int32, device=device)
+        before.scatter_(1, at, 1)[:, -1] = 0
+        before = before.cumsum(1, dtype=torch.int32).gather(1, where.clamp(0, state.longest).long())
+    else:
+        before = gone[:, None]
+    to = torch.where(left, where - before, ABSENT)
+    first_tokens = left & (to < sink) if sink else torch.zeros_like(left)
+    return RequantizePlan(where, to, columns, coming, left & ~first_tokens, first_tokens, gone, length - gone)
+
+
+def changes_of_one_run(
+    state: StoreState, plan: RequantizePlan, layout: Layout, hold: int
+) -> dict[Side, list[RunChanges]]:
+    """Changes of a store with one run: tokens sealed one by one stay so, whole pages are sealed as if all came now."""
+    first, size = run_columns(state)[0]
+    behind, found = plan.to - state.sizes.sink, {}
+    for side, own, fmt in zip(SIDES, (layout.keys, layout.values), state.format.runs[0], strict=True):
+        paged = (plan.columns[side] >= first) & (plan.columns[side] < first + size) & plan.free
+        if not fmt.whole:
+            found[side] = [RunChanges.of(paged, torch.zeros_like(paged))]
+            continue
+        due = tokens_due_by_row(plan.length - state.sizes.sink, 0, max(own.local, hold), own.unit)
+        sealed = plan.free & (behind < due[:, None])
+        found[side] = [RunChanges.of(sealed & paged, sealed & ~paged)]
+    return found
+
+
+def changes_by_target(state: StoreState, plan: RequantizePlan, target: Tensor) -> list[RunChanges]:
+    """Changes of a store with several runs: as targets say; tokens that fill no page go to the next wider run."""
+    found, spilled = [], torch.zeros_like(plan.free)
+    for i, ((first, size), pair) in enumerate(zip(run_columns(state)[:-1], state.format.runs, strict=True)):
+        own = torch.zeros_like(plan.free)
+        own[:, first : first + size] = True
+        stays = plan.free & own & ((target == STAY) | (target == i)) & ~spilled
+        comes = plan.free & ~own & (target == i) & ~spilled
+        stays, comes = stays | (spilled & own), comes | (spilled & ~own)
+        moves = RunChanges.of(stays, comes)
+        if any(fmt.whole for fmt in pair):
+            if i == len(state.format.runs) - 1:
+                raise NotImplementedError(
+                    f"requantize: got {state.format.spec}, whose last of several runs is sealed by whole pages; its "
+                    "tokens cannot be taken apart."
+                )
+            page = pair[0].page_size
+            room = ((moves.kept + moves.new) // page * page)[:, None]
+            full = RunChanges.of(
+                stays & (stays.cumsum(1) <= room), comes & (moves.kept[:, None] + comes.cumsum(1) <= room)
+            )
+            spilled, moves = (stays | comes) & ~(full.stays | full.comes), full
+        else:
+            spilled = torch.zeros_like(spilled)
+        found.append(moves)
+    return found
+
+
+def keep_tokens(store: KVStore, keep: Tensor, hold: int = 0, q_abs: Tensor | None = None) -> bool:
     """Forgets all tokens but some, in each row its own, whatever the layout. Asks the device once.
 
     Args:
-        store: whose tokens they are; of a `HeadwiseStore`, rows are KV heads.
+        store: whose tokens they are; of a headwise one, rows are KV heads.
         keep: bool (B, n), of each row's tokens, oldest first; n at least the longest row, padding does not count.
         hold: newest tokens that must stay unsealed, beyond what the layout says.
         q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
@@ -64,8 +200,8 @@ def keep_tokens(store: StoreView, keep: Tensor, hold: int = 0, q_abs: Tensor | N
     return _apply(store, target, where, hold, q_abs)
 
 
-def requantize_by_tiers(store: StoreView, target: Tensor, where: Tensor | None = None) -> bool:
-    """Moves every token of several runs to the run that it is to be in; the pages that it leaves are given back.
+def requantize_by_tiers(store: KVStore, target: Tensor, where: Tensor | None = None) -> bool:
+    """RunChanges every token of several runs to the run that it is to be in; the pages that it leaves are given back.
 
     Args:
         store: a store with several runs.
@@ -84,8 +220,8 @@ def requantize_by_tiers(store: StoreView, target: Tensor, where: Tensor | None =
     return _apply(store, target, where)
 
 
-def requantize_by_tags(store: StoreView, tags: Tensor) -> bool:
-    """Moves sealed tokens to fewer bits where their tags now say so; no token gets more.
+def requantize_by_tags(store: KVStore, tags: Tensor) -> bool:
+    """RunChanges sealed tokens to fewer bits where their tags now say so; no token gets more.
 
     In each row, as many tokens as fill whole pages move, the oldest first, where pages are sealed whole; the others
     keep their bits. Such pages are put in order of their newest tokens, so that `KVStore.crop` finds those that it may
@@ -121,7 +257,7 @@ def requantize_by_tags(store: StoreView, tags: Tensor) -> bool:
 
 
 @lasting
-def _apply(store: StoreView, target: Tensor, where: Tensor | None, hold: int = 0, q_abs: Tensor | None = None) -> bool:
+def _apply(store: KVStore, target: Tensor, where: Tensor | None, hold: int = 0, q_abs: Tensor | None = None) -> bool:
     keeps_room = store.capacity is not None
     done = requantized(store.state, store.layout, store.scheme, target, where, hold, q_abs, keeps_room)
     if done is None:
@@ -175,9 +311,9 @@ def requantized(
     form, sink = state.format, state.sizes.sink
     plan = planned(state, target, where)
     if form.ordered:
-        moves = moves_of_one_run(state, plan, layout, hold)
+        moves = changes_of_one_run(state, plan, layout, hold)
     else:
-        moves = dict.fromkeys(SIDES, moves_by_target(state, plan, target))
+        moves = dict.fromkeys(SIDES, changes_by_target(state, plan, target))
     touched = (plan.where > ABSENT) & (target == EVICT)
     for run, pair in zip(moves["keys"], form.runs, strict=True):
         if not form.ordered and not any(fmt.whole for fmt in pair):
@@ -208,7 +344,7 @@ def requantized(
             counters[RUNS + 2 * i + at] = move.kept + move.new
     sealed = [[sum(row) for row in zip(*kept[at], *new[at], strict=True)] for at in (0, 1)]
     rows = [RowState(*row) for row in zip(length, *sealed, strict=True)]
-    changes: dict[str, Any] = {"counters": counters, "runs": views, "states": frozenset(rows)}
+    moves: dict[str, Any] = {"counters": counters, "runs": views, "states": frozenset(rows)}
     if forgets:
         windows = list(state.windows)
         for at, side in enumerate(SIDES):
@@ -216,13 +352,13 @@ def requantized(
                 windows[at] = _sink(state, plan, side)
             need = max(row.length - sink - count for row, count in zip(rows, sealed[at], strict=True))
             windows[2 + at] = _tail(state, plan, side, moves[side], need)
-        changes |= {"windows": windows, "dropped": state.dropped + plan.gone}
+        moves |= {"windows": windows, "dropped": state.dropped + plan.gone}
     done = state.replace(
         # Room of the last run.
         None if form.ordered else max(held[-1]),
         host_counters=None,
         settled=max(state.settled, *last),
-        **changes,
+        **moves,
     )
     return Requantized(done, rows, held)
 
@@ -232,8 +368,8 @@ def _rebuilt(
     layout: Layout,
     scheme: Scheme,
     run: int,
-    plan: Plan,
-    own: Sequence[tuple[Moves, int, int, int]],
+    plan: RequantizePlan,
+    own: Sequence[tuple[RunChanges, int, int, int]],
     most: int,
     leaves: Sequence[int],
     q_abs: Tensor | None,
@@ -324,7 +460,7 @@ def _keep_pages(parts: list[Tensor], view: RunView, fmt: PageFormat, side: Side,
         new.copy_(torch.where(keeps, old[ids], new))
 
 
-def _pages_in_order(view: RunView, moves: Moves, page: int) -> RunView:
+def _pages_in_order(view: RunView, moves: RunChanges, page: int) -> RunView:
     """A run of whole pages in order of their newest tokens; free blocks stay behind."""
     pos = view.pos
     assert pos is not None, "a run of several has positions"
@@ -335,7 +471,7 @@ def _pages_in_order(view: RunView, moves: Moves, page: int) -> RunView:
     return replaced(view, table=view.table.gather(1, order), pos=pos)
 
 
-def _sink(state: StoreState, plan: Plan, side: Side) -> Tensor:
+def _sink(state: StoreState, plan: RequantizePlan, side: Side) -> Tensor:
     """The sink of what is left: a row's first tokens, wherever they were."""
     at, length = SIDES.index(side), state.sizes.sink
     entry = torch.arange(plan.to.shape[1], device=state.device).expand_as(plan.to)
@@ -345,7 +481,7 @@ def _sink(state: StoreState, plan: Plan, side: Side) -> Tensor:
     return gather(state, side, columns, range(len(state.runs))).to(state.windows[at].dtype)
 
 
-def _tail(state: StoreState, plan: Plan, side: Side, moves: Sequence[Moves], need: int) -> Tensor:
+def _tail(state: StoreState, plan: RequantizePlan, side: Side, moves: Sequence[RunChanges], need: int) -> Tensor:
     """The tail of what is left, of ``need`` slots at least: all tokens that are neither in the sink nor in a run."""
     at, window = run_columns(state)[-1][0], state.windows[2 + SIDES.index(side)]
     own, key, columns = plan.free, plan.where, plan.columns[side]
