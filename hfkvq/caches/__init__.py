@@ -2,7 +2,7 @@
 
 from . import schemes
 from .cache import MixedKVCache
-from .layers.memory_report import MemoryReport
+from .layers.memory import MemoryReport
 from .make import captured_draft, make_cache
 from .named import (
     ARKVCache,

@@ -30,8 +30,7 @@ from .layers import transactions
 from .layers.build import build_layers, is_attachable, seen_by
 from .layers.handle import dense_of
 from .layers.layer import KVLayer
-from .layers.memory import described, memory_of
-from .layers.memory_report import MemoryReport
+from .layers.memory import MemoryReport, described, memory_of
 from .schemes.base import Scheme
 from .schemes.eviction import EvictionScheme, warn_of_loss
 from .schemes.preset import Preset, checked_knobs, get_preset

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hfkvq import Scheme, get_scheme, list_schemes
-from hfkvq.caches.layers.forward import attend
 from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, SawInt4, registry
 from hfkvq.caches.schemes.base import Layout, SideLayout, knob
 from hfkvq.kernels import PageFormat, channel_widths, hadamard
@@ -306,7 +305,7 @@ def test_saw_quantizes_first():
         def dense_attention(layer=layer, queries=queries):
             return attention(queries, layer.dense("keys"), layer.dense("values"), None, DIM**-0.5)
 
-        out = attend(layer, queries, AttentionArguments(DIM**-0.5), dense_attention, None)
+        out = layer.forward(queries, AttentionArguments(DIM**-0.5), dense_attention, None)
         dense = [layer.dense(side).repeat_interleave(2, 1) for side in ("keys", "values")]
         given = [x[None].repeat_interleave(2, 1) for x in (own.keys, own.values)]
         outs.append(out)

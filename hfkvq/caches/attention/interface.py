@@ -23,7 +23,6 @@ from ..base.config_switch import NAME
 from ..base.model_config import TOUCHES_KEYS
 from ..base.recorded import is_captured, is_recorded
 from ..layer_state.smoothing import note_queries
-from ..layers.forward import attend
 from ..layers.handle import layer_of
 from ..steps.device_steps import StepKV
 from ..store import MAX_STEP
@@ -90,7 +89,7 @@ def hfkvq_attention(
     if isinstance(key, StepKV):
         out = after(recorded_attention(key, asked, arguments))
     else:
-        out = attend(layer, asked, arguments.explicit(query, key.shape[2]), dense, attention_mask, after)
+        out = layer.forward(asked, arguments.explicit(query, key.shape[2]), dense, attention_mask, after)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -12,7 +12,6 @@ from hfkvq.kernels.step import MAX_STEP, step
 
 from ..base.recorded import is_captured
 from ..layer_state.base import LayerBase
-from ..layers.forward import attend
 from ..steps.device_steps import StepKV
 from ..steps.step_buffer import OWNERS
 from .dense import dense_attention
@@ -56,7 +55,7 @@ def _attend_prompt(
         found, _ = dense_attention(None, query, layer.dense("keys"), layer.dense("values"), arguments)
         return found.transpose(1, 2)
 
-    return attend(layer, query, arguments.explicit(query, layer.columns), dense, arguments.mask).contiguous()
+    return layer.forward(query, arguments.explicit(query, layer.columns), dense, arguments.mask).contiguous()
 
 
 def recorded_attention(new: StepKV, query: Tensor, arguments: AttentionArguments) -> Tensor:

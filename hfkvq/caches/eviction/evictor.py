@@ -14,8 +14,6 @@ from hfkvq.kernels.decode import LENGTH
 
 from ..layer_state.base import LayerBase, Part, unchanged_on_error
 from ..layer_state.group import Group
-from ..layer_state.query_statistics import QueryStatistics
-from ..layer_state.update import store_tokens
 from ..schemes.eviction import EvictionScheme
 from ..store import MAX_STEP
 from ..store.kvstore import KVStore
@@ -153,12 +151,8 @@ class Eviction(Part, Generic[S]):
         mask = seen.arguments.mask
         return layer.staged_length == layer.seen and (mask is None or mask.shape[-1] >= layer.seen)
 
-    def cut_prompt(self, queries: QueryStatistics | None) -> bool:
-        """Cuts a staged first prompt to its best tokens, if it can be; whether it has. Nothing changes if it fails.
-
-        Args:
-            queries: of the layer.
-        """
+    def cut_prompt(self) -> bool:
+        """Cuts a staged first prompt to its best tokens, if it can be; whether it has. Nothing changes if it fails."""
         raise NotImplementedError
 
     # Judging.
@@ -261,22 +255,19 @@ class EvictingGroup(Group[E]):
             member.layer.settle()
 
 
-def store_choice(
-    eviction: Eviction[Any], choice: Choice, queries: QueryStatistics | None, keeps_columns: bool = False
-) -> None:
+def store_choice(eviction: Eviction[Any], choice: Choice, keeps_columns: bool = False) -> None:
     """Stores what stays of a staged first prompt as if it were all of it; it is staged still if that fails.
 
     Args:
         eviction: of the layer.
         choice: the tokens that stay.
-        queries: of the layer.
         keeps_columns: whether sealed tokens keep their logical columns; else they move up to newer ones.
     """
     layer, store = eviction.layer, eviction.store()
     before = layer.staged, layer.padding
     layer.staged, layer.padding = (choice.keys, choice.values), choice.padding
     try:
-        store_tokens(layer, queries, None)
+        layer.store_staged()
     except BaseException:
         layer.staged, layer.padding = before
         raise

@@ -13,7 +13,6 @@ from hfkvq.kernels.decode import LENGTH, run_count
 
 from ..base.inference_mode import lasting
 from ..layer_state.base import LayerBase
-from ..layer_state.query_statistics import QueryStatistics
 from ..schemes.eviction import TieredEviction
 from ..schemes.ranking import tier_widths
 from ..schemes.score_inputs import Evidence, prompt_evidence
@@ -185,7 +184,7 @@ class TierEvictor(Eviction[TieredEviction]):
 
     # A first prompt.
 
-    def cut_prompt(self, queries: QueryStatistics | None) -> bool:
+    def cut_prompt(self) -> bool:
         """See `Eviction.cut_prompt`; the host asks the device nothing until the last layer is done."""
         layer, policy, seen = self.layer, self.policy, self.pending
         if seen is None or layer.staged is None or layer.padding is not None or not self.may_be_cut(seen):
@@ -200,7 +199,7 @@ class TierEvictor(Eviction[TieredEviction]):
         strength = self._strength_of(statistics)
         choice = keep(torch.cat(scores), keys, values, room, 0, max(self.newest, *self.store().sizes.local))
         provisional = torch.ones(len(choice.scores), dtype=torch.bool, device=layer.device)
-        store_choice(self, choice, queries, keeps_columns=True)
+        store_choice(self, choice, keeps_columns=True)
         self.strength, self.scores, self.provisional = strength, choice.scores, provisional
         self.prompts += 1
         self.group.report(self.prompts)

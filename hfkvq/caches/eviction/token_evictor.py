@@ -13,7 +13,6 @@ from hfkvq.kernels.decode import LENGTH
 
 from ..base.warn_once import say_once
 from ..layer_state.base import LayerBase
-from ..layer_state.query_statistics import QueryStatistics
 from ..schemes.eviction import EvictionScheme
 from ..schemes.score_inputs import keep_mask
 from ..store import MAX_STEP
@@ -106,7 +105,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
 
     # A first prompt.
 
-    def cut_prompt(self, queries: QueryStatistics | None) -> bool:
+    def cut_prompt(self) -> bool:
         """See `Eviction.cut_prompt`; the host waits for nothing."""
         layer, seen = self.layer, self.pending
         if seen is None or layer.staged is None or self._stuck or not self.may_be_cut(seen):
@@ -115,7 +114,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
         choice = choose(self.policy, *self.place, *given, hold=layer.hold, padding=layer.padding)
         if choice is None:
             return False
-        store_choice(self, choice, queries)
+        store_choice(self, choice)
         self._rows, self._rows_at = choice.rows, layer.seen
         if self.asks_every_step:
             scores = choice.scores

@@ -245,7 +245,7 @@ _WATCH = _Watch()
 def note_queries(module: Any, query: Tensor, heads: int, keeps_logits: bool) -> None:
     """Takes note of the queries (B, Hq, Q, D) of a layer of ``heads`` KV heads, if a model is being measured.
 
-    ``keeps_logits`` says that its attention has a softcap or sinks: see `LayerBase.keep_logits`.
+    ``keeps_logits`` says that its attention has a softcap or sinks: see `KVLayer.forward`.
     """
     if _WATCH.queries is not None:
         square = query[:, :, FIRST:].float().unflatten(1, (heads, -1)).square().mean((0, 2, 3))

@@ -1,20 +1,18 @@
-"""From an update to the store: new tokens are checked, wait for their attention, join the store, and are sealed."""
+"""New tokens of an update: what a layer takes, and padding among them."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfkvq import kernels
-from hfkvq.kernels.decode import sealed_count
 from hfkvq.kernels.quantize import F16_MAX
 
-from ..store import MAX_STEP, SIDES, KVStore
+from ..store import SIDES, KVStore, Padding
 from .base import LayerBase
-from .query_statistics import QueryStatistics
-from .tags import TokenTags
 
 
 def check_update(layer: LayerBase, keys: Tensor, values: Tensor) -> None:
@@ -97,74 +95,63 @@ def is_allocated_for(layer: LayerBase, keys: Tensor, values: Tensor) -> bool:
     return store is not None and (bool(layer.seen) or _kind(keys, values) == _kind_held(layer, store))
 
 
-def push_staged(layer: LayerBase, mask: Tensor | None, queries: int) -> bool:
-    """Lets staged tokens of a step join the store before attention; see `KVLayer.begin`.
+class PaddingReader:
+    """Finds the padding in attention masks, once per mask: all layers of a forward are given the same one."""
 
-    Args:
-        layer: whose they are.
-        mask: shows where padding is.
-        queries: number of query rows.
-    """
-    store = layer.held()
-    if layer.staged is None:
-        return queries <= MAX_STEP
-    keys, values = layer.staged
-    tokens = keys.shape[2]
-    # With shared keys and values, a later layer may come without a mask: what was found stays.
-    if mask is not None and (tokens > 1 or any(state.length == 0 for state in store.states)):
-        layer.padding = layer.reader.read(mask, layer.columns, tokens, store.row_lengths)
-    if layer.hold:
-        store.reserve_tail(layer.hold)
-    holes = layer.padding is not None and layer.padding.source is not None
-    if store.longest == 0 or not store.fits(tokens) or holes:
-        return False
-    store.push(keys, values, layer.padding)
-    layer.staged, layer.uncommitted = None, True
-    return True
+    def __init__(self) -> None:
+        self._mask: weakref.ref[Tensor] | None = None
+        self._key: tuple[int, int, int] | None = None
+        self.found: Padding | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PaddingReader:
+        """A fresh reader: it holds nothing worth copying."""
+        return PaddingReader()
 
-def store_tokens(
-    layer: LayerBase, queries: QueryStatistics | None, tags: TokenTags | None, commit: bool = True
-) -> None:
-    """Lets staged tokens join the store as a prompt does; or seals what is due of those that have joined it.
+    def __reduce__(self) -> tuple[type[PaddingReader], tuple[()]]:
+        """A fresh reader: masks are not saved."""
+        return PaddingReader, ()
 
-    Args:
-        layer: whose they are.
-        queries: of the layer.
-        tags: of the layer.
-        commit: whether what is due of a step is sealed.
-    """
-    if layer.staged is not None:
-        store, before = layer.held(), _sealed_keys(layer, queries)
-        mean = None if queries is None else queries.mean()
-        found = None if tags is None else tags.of_columns(layer)
-        store.extend(*layer.staged, layer.padding, layer.hold, mean, found)
-        # Staged tokens are dropped here and no earlier: if memory runs out, they are still staged.
-        layer.staged = layer.padding = None
-        if layer.window:
-            # Tokens that only these queries saw are gone.
-            layer.newest = 0
-        if before is not None and queries is not None:
-            queries.forget_sealed(store, before)
-    elif layer.uncommitted and commit:
-        seal_due(layer, queries, tags)
-    layer.uncommitted = layer.uncommitted and not commit
+    def read(self, mask: Tensor, seen: int, tokens: int, lengths: Tensor) -> Padding | None:
+        """Padding among the newest ``tokens`` of ``seen`` columns.
 
+        Args:
+            mask: (B or 1, heads or 1, Q or 1, L), True or nonzero where visible, or float and added to logits.
+            seen: logical columns, the new ones included.
+            tokens: new columns.
+            lengths: i32 (B,), tokens that each row has stored before.
 
-def seal_due(layer: LayerBase, queries: QueryStatistics | None, tags: TokenTags | None) -> None:
-    """Seals what is due; asks the device nothing where nothing is."""
-    store, hold = layer.held(), layer.hold
-    if tags is None and (queries is None or queries.sums is None):
-        store.commit(hold)
-    elif store.is_due(hold):
-        before = _sealed_keys(layer, queries)
-        found = tags.of_columns(layer) if tags is not None and tags.may_be_due(layer) else None
-        store.commit(hold, None if queries is None else queries.mean(), found)
-        if before is not None and queries is not None:
-            queries.forget_sealed(store, before)
-    layer.padding, layer.uncommitted = None, False
+        Returns:
+            None if no new column is padding. One transfer to the host, for a mask not met before.
+        """
+        # Tensors of inference mode count no versions; nobody may change them in place either, but within that mode.
+        key = (0 if mask.is_inference() else mask._version, seen, tokens)
+        if self._mask is not None and self._mask() is mask and self._key == key:
+            return self.found
+        visible = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
+        visible = visible[:, 0]
+        if visible.shape[1] == tokens and tokens > 1:
+            # A token that is no padding sees itself, whatever else the mask hides.
+            valid = visible.diagonal(offset=seen - tokens, dim1=-2, dim2=-1)[:, :tokens]
+        else:
+            valid = visible[:, -1, seen - tokens : seen]
+        valid = valid.to(lengths.device).expand(lengths.shape[0], -1)
+        started = (lengths > 0)[:, None] | (valid.cumsum(1) > 0)
+        lead = (~started).sum(1, dtype=torch.int32)
+        holes = (started & ~valid).any().to(torch.int32).reshape(1)
+        *amounts, has_holes = torch.cat([lead, holes]).tolist()
+        found = None
+        if has_holes or any(amounts):
+            source = None
+            if has_holes:
+                column = torch.arange(tokens, device=valid.device).expand_as(valid)
+                before = torch.where(valid, column, -1).cummax(1).values
+                first = valid.to(torch.int8).argmax(1, keepdim=True)
+                source = torch.where(valid.any(1, keepdim=True), torch.where(before >= 0, before, first), column)
+            found = Padding(lead, frozenset(amounts), source)
+        self._mask, self._key, self.found = weakref.ref(mask, self._forget), key, found
+        return found
 
-
-def _sealed_keys(layer: LayerBase, queries: QueryStatistics | None) -> Tensor | None:
-    """i32 (B,): sealed keys of each row, where it matters."""
-    return None if queries is None or queries.sums is None else sealed_count(layer.held().counters, "keys")
+    def _forget(self, mask: weakref.ref[Tensor]) -> None:
+        # The result is useless without the mask, and would only hold memory.
+        if mask is self._mask:
+            self._mask = self.found = None

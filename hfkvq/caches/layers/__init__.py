@@ -8,11 +8,11 @@ and rows change in all layers of a cache or in none, in `changes`.
 """
 
 from ..eviction.evictor import EvictingGroup, Eviction
-from ..layer_state.base import ROLLBACK, PaddingReader
+from ..layer_state.base import ROLLBACK
 from ..layer_state.group import DeviceSync
-from .hybrid import HybridLayer
+from ..layer_state.update import PaddingReader
 from .layer import KVLayer
-from .recurrent import RecurrentLayer
+from .recurrent import HybridLayer, RecurrentLayer
 
 __all__ = [
     "ROLLBACK",

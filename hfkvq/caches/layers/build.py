@@ -27,14 +27,13 @@ from ..base.model_config import (
     windows_of,
 )
 from ..base.warn_once import say_once
-from ..layer_state.base import PaddingReader
 from ..layer_state.group import DeviceSync
+from ..layer_state.update import PaddingReader
 from ..schemes.base import Scheme, latent_layout, warn_of_limits
 from ..schemes.preset import Preset
 from ..schemes.sliding_window import in_window
-from .hybrid import HybridLayer
 from .layer import KVLayer
-from .recurrent import RecurrentLayer
+from .recurrent import HybridLayer, RecurrentLayer
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from hfkvq.kernels.pages import Side
 
 from ..layer_state.base import LayerBase
 from ..store import MAX_STEP
-from .forward import attend, refuse_gradient
 
 # Reading these does not touch the data.
 _METADATA = {
@@ -27,6 +26,30 @@ _METADATA = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.element_size, Tensor.get_device, Tensor.__len__,
 }  # fmt: skip
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(
+            "hfkvq: no gradient flows through compressed keys and values, so k_proj and v_proj would get none. Train "
+            "without past_key_values (use_cache=False) or with DynamicCache, and run what needs no gradient under "
+            "torch.no_grad()."
+        )
+
+
+def refuse_gradient(layer: LayerBase, x: Tensor) -> Tensor:
+    """Guard of a layer's keys, values and attention output: backward through them raises.
+
+    Only where the keys or values that came last would have got a gradient: a forward alone is nobody's harm.
+    """
+    if not layer.differentiated or not torch.is_grad_enabled():
+        return x
+    return _NoGradient.apply(x, torch.zeros((), device=x.device, requires_grad=True))
 
 
 class LazyKV(torch.Tensor):
@@ -65,11 +88,10 @@ class LazyKV(torch.Tensor):
         cls,
         layer: LayerBase,
         side: Side,
+        shape: tuple[int, ...],
         repeats: int = 1,
         form: str = "bhsd",
-        shape: tuple[int, ...] | None = None,
     ) -> LazyKV:
-        shape = layer.logical_shape(side) if shape is None else shape
         handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=layer.device)
         handle._layer, handle._edition, handle.side = layer, layer.edition, side
         handle.repeats, handle.form, handle._made = repeats, form, []
@@ -98,7 +120,7 @@ class LazyKV(torch.Tensor):
 
     def like(self, form: str, shape: tuple[int, ...], repeats: int | None = None) -> LazyKV:
         """Another view of the same data."""
-        view = LazyKV(self.hfkvq_layer, self.side, self.repeats if repeats is None else repeats, form, shape)
+        view = LazyKV(self.hfkvq_layer, self.side, shape, self.repeats if repeats is None else repeats, form)
         view._made = self._made
         return view
 
@@ -118,7 +140,12 @@ class LazyKV(torch.Tensor):
     def materialize(self) -> Tensor:
         """The dequantized tensor, in this handle's shape."""
         layer = self.hfkvq_layer
-        layer.check_complete()
+        if layer.evicted:
+            # Zeros in their place would draw attention.
+            raise RuntimeError(
+                f"{layer.scheme.name}: tokens have been evicted, so only the 'hfkvq' attention (attach=True) "
+                "and sdpa can attend to this cache."
+            )
         dense = refuse_gradient(layer, self._dequantized(layer))
         if dense.shape[2] != self.shape[-2]:
             raise RuntimeError(
@@ -190,8 +217,8 @@ def _refuse_write(func: Any) -> RuntimeError:
 
 def handles(layer: LayerBase, batch: int, heads: int, seen: int, key_dim: int, value_dim: int) -> tuple[LazyKV, LazyKV]:
     """Both handles of a layer that has seen so many tokens: what its update returns."""
-    keys = LazyKV(layer, "keys", shape=(batch, heads, seen, key_dim))
-    return keys, LazyKV(layer, "values", shape=(batch, heads, seen, value_dim))
+    keys = LazyKV(layer, "keys", (batch, heads, seen, key_dim))
+    return keys, LazyKV(layer, "values", (batch, heads, seen, value_dim))
 
 
 def layer_of(key: Any, value: Any) -> LayerBase | None:
@@ -314,7 +341,7 @@ def _attend(
             query, keys, values, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    return attend(layer, query, arguments, dense, mask)
+    return layer.forward(query, arguments, dense, mask)
 
 
 LazyKV.handlers = {

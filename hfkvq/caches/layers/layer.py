@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.kernels.decode import START, sealed_count
 from hfkvq.kernels.pages import Side
 
+from ..base.inference_mode import lasting
 from ..base.recorded import is_captured, is_recorded
-from ..layer_state.smoothing import of_keys
-from ..layer_state.update import check_update, is_allocated_for
-from ..schemes.base import latent_layout
-from ..store import KVStore
+from ..eviction.evictor import Eviction
+from ..eviction.tier_evictor import TierEvictor
+from ..eviction.token_evictor import TokenEvictor
+from ..layer_state.base import ROLLBACK
+from ..layer_state.query_statistics import QueryStatistics
+from ..layer_state.smoothing import KeySmoothing, of_keys
+from ..layer_state.tags import TokenTags
+from ..layer_state.update import PaddingReader, check_update, is_allocated_for
+from ..schemes.base import Scheme, latent_layout
+from ..schemes.eviction import TieredEviction
+from ..steps.device_steps import DeviceSteps
+from ..steps.step_buffer import StepBuffer
+from ..store import MAX_STEP, KVStore, Padding
+from ..store.integrity import contradictions
 from . import transactions
-from .handle import LazyKV, handles
-from .paged import PagedLayer
+from .handle import LazyKV, handles, refuse_gradient
 
 
 class _Dense:
@@ -28,8 +43,7 @@ class _Dense:
     def __get__(self, layer: KVLayer | None, owner: type | None = None) -> Any:
         if layer is None:
             return self
-        if layer.steps is not None:
-            layer.steps.catch_up()
+        layer.catch_up()
         return layer.dense(self.side) if layer.seen else None
 
     def __set__(self, layer: KVLayer, value: Any) -> None:
@@ -37,13 +51,48 @@ class _Dense:
             raise AttributeError(f"{self.side}: pages cannot be assigned; use update().")
 
 
-class KVLayer(PagedLayer, CacheLayerMixin):
+class KVLayer(CacheLayerMixin):
     """Cache layer over compressed pages.
 
-    Order of events in a forward: `update` stages the new tokens and returns handles; `forward.attend` calls `begin`,
-    then `attend` (or attends to `dense` tensors), then `finish`, which seals. If no attention function that knows the
-    handles runs, the next `update` does what is left.
+    Order of events: `update` stages the new tokens and returns handles. An attention function that knows these calls
+    `forward`, which takes a step at once over the layer's buffer, where it can be; else it calls `begin`, then `attend`
+    (or attends to `dense` tensors), then `finish`, which seals. If no such function runs, the next `update` does what
+    is left.
 
+    Args:
+        scheme: the policy.
+        reader: finds padding; shared by the layers of a cache.
+        capacity: most tokens of a row, or None.
+        defer: later layers attend to this layer's handles too (KV sharing), so sealing waits for the next update.
+        debug: refuse keys and values that are not finite, or that pages cannot hold.
+        recordable: whether steps may be recorded, over a buffer of fixed addresses.
+        window: tokens that a query sees; 0 for all. What has fallen out of it makes room for what is sealed.
+
+    Attributes:
+        store: keys and values; None before the first update.
+        seen: logical tokens given, padding included, whatever is still stored. Steps that were replayed are not counted
+            until the layer is told of them.
+        staged: (B, H, t, Dk) and (B, H, t, Dv), tokens of the last update that are not in the store yet.
+        padding: among them.
+        uncommitted: whether something that is in the store may be due to be sealed.
+        new_columns: tokens of an update whose queries have not been shown yet.
+        newest: tokens of the last update, until they are taken back or graphs have run on.
+        evicted: whether tokens of the middle are gone, so that `dense` has zeros in their place.
+        differentiated: whether the last update's keys or values would have got a gradient; see `refuse_gradient`.
+        record_past: whether the newest tokens stay unsealed, so that they can be taken back.
+        latents: whether keys are latents and values their rotary parts, which a step attends to as they are.
+        holds_latents: whether they are such, however a step attends to them.
+        own_attention: the model's type, where the model looks no attention implementation up; else empty.
+        edition: grows whenever the layer changes, by which handles know whether they are good.
+        offloaded: whether pages lie in the host's memory.
+        smoothing: by which keys are smoothed as they come, and queries as they attend; None where keys stay as they
+            are. Whatever the layer holds, `staged` included, is smoothed. Its cache gives it to an empty layer.
+        smooths_by_prompt: whether a first prompt gives it, since the cache's model does not.
+        queries: statistics of queries, where the scheme weighs channels by them, else None.
+        tags: of tokens, where the scheme reads them, else None.
+        eviction: keeps a budget, where the scheme has one, else None.
+        buffer: gives the store fixed addresses, where steps may be recorded, else None.
+        steps: brings host and device together after such steps; None like the buffer.
     """
 
     supports_early_init = True
@@ -51,6 +100,53 @@ class KVLayer(PagedLayer, CacheLayerMixin):
 
     keys = _Dense("keys")  # type: ignore[assignment]
     values = _Dense("values")  # type: ignore[assignment]
+
+    dtype: torch.dtype
+    device: torch.device
+    heads: int
+    batch_size: int
+    latents: bool = False
+    holds_latents = smooths_by_prompt = False
+    own_attention = ""
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        reader: PaddingReader,
+        capacity: int | None = None,
+        defer: bool = False,
+        debug: bool = False,
+        recordable: bool = False,
+        window: int = 0,
+    ) -> None:
+        self.scheme, self.reader, self.capacity, self.defer, self.debug = scheme, reader, capacity, defer, debug
+        self.window = window
+        self.record_past = self.offloaded = False
+        self.edition = 0
+        self._forget()
+        needs = scheme.needs
+        self.queries = QueryStatistics("history" in needs) if "query" in needs else None
+        self.tags = TokenTags() if "tags" in needs else None
+        self.eviction: Eviction[Any] | None = None
+        if scheme.evicts:
+            self.eviction = TierEvictor(self) if isinstance(scheme, TieredEviction) else TokenEvictor(self)
+        self.buffer = StepBuffer(self, self.queries, self.eviction) if recordable else None
+        self.steps = None if self.buffer is None else DeviceSteps(self, self.buffer, self.eviction)
+
+    def _forget(self) -> None:
+        """Forgets all tokens."""
+        self.is_initialized = False
+        self.edition += 1
+        self.seen = self.new_columns = self.newest = 0
+        self.store: KVStore | None = None
+        self.staged: tuple[Tensor, Tensor] | None = None
+        self.padding: Padding | None = None
+        self.uncommitted = self.evicted = self.differentiated = self._keeps_logits = False
+        self.smoothing: KeySmoothing | None = None
+        # Shapes, dtypes and devices of the last update, if it was in order.
+        self.accepted: tuple[Any, ...] | None = None
+
+    # Questions.
 
     @property
     def is_sliding(self) -> bool:  # type: ignore[override]
@@ -73,7 +169,146 @@ class KVLayer(PagedLayer, CacheLayerMixin):
         """Parts that change together with lengths and rows."""
         return [self]
 
-    # Transformers calls these.
+    @property
+    def smooths(self) -> bool:
+        """True if the layer is to have `smoothing`; latents are keys and values at once, and go without."""
+        return self.scheme.smooths_keys and not self.holds_latents
+
+    @property
+    def staged_length(self) -> int:
+        """New tokens that are not in the store yet."""
+        return 0 if self.staged is None else self.staged[0].shape[2]
+
+    @property
+    def columns(self) -> int:
+        """Logical columns that handles have: those that any query of the last update sees."""
+        before = self.seen - self.newest
+        return self.newest + (min(before, self.window - 1) if self.window else before)
+
+    @property
+    def hold(self) -> int:
+        """Newest tokens that stay unsealed, beyond what the layout says."""
+        return ROLLBACK if self.record_past else 0
+
+    def held(self) -> KVStore:
+        """The store.
+
+        Raises:
+            RuntimeError: there is none yet.
+        """
+        if self.store is None:
+            raise RuntimeError("This cache layer is empty: call update() first.")
+        return self.store
+
+    def check_capacity(self, tokens: int) -> None:
+        """Raises ValueError if ``tokens`` more exceed a fixed capacity."""
+        if self.capacity is not None and self.seen + tokens > self.capacity:
+            raise ValueError(
+                f"max_cache_len: {self.seen} tokens and {tokens} new ones exceed the capacity of {self.capacity}; "
+                "make the cache with a larger max_cache_len, or with none so that it grows."
+            )
+
+    def get_max_length(self) -> int:
+        """Capacity in tokens, or -1."""
+        return -1 if self.capacity is None else self.capacity
+
+    # Transformers 5.17 asks under this name as well.
+    get_max_cache_shape = get_max_length
+
+    def get_seq_length(self) -> Any:
+        """Logical tokens seen, padding included, whatever is still stored.
+
+        A number on the device in a recorded step, and where the host does not know it.
+        """
+        return self.seen if self.steps is None else self.steps.length(self.seen)
+
+    def get_query_offset(self) -> Any:
+        """Column of the coming forward's first query: i64 (1,) on the device where steps need no mask.
+
+        Where they do, a number, on the device (without axes) in a compiled step.
+        """
+        steps = self.steps
+        if steps is not None:
+            if steps.need_no_mask() or is_captured():
+                return steps.seen_on_device()
+            if steps.is_recorded:
+                return steps.seen_on_device()[0]
+            steps.sync.catch_up()
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Logical length and offset for the mask of the coming forward; the capacity's where steps must look alike."""
+        steps = self.steps
+        if steps is not None:
+            if steps.is_recorded or (query_length == 1 and steps.need_no_mask()):
+                return steps.buffer.room, 0
+            steps.sync.catch_up()
+        return self.sizes(query_length)
+
+    def sizes(self, queries: int) -> tuple[int, int]:
+        """Length and offset of what so many coming queries see, in logical columns."""
+        held = min(self.seen, self.window - 1) if self.window else self.seen
+        return held + queries, self.seen - held
+
+    def dense(self, side: Side) -> Tensor:
+        """Dequantized (B, H, columns, D) in logical order; new tokens as they came, 0 where one was evicted.
+
+        Keys are the model's, of which smoothing has been undone.
+        """
+        self.close()
+        store, columns = self.held(), self.columns
+        new = None if self.staged is None else self.staged[side == "values"]
+        before = columns - self.staged_length
+        if new is not None and not before:
+            found = new
+        elif new is None or self.window:
+            found = store.dense(side, before)
+            found = found if new is None else torch.cat([found, new], 2)
+        else:
+            found = store.dense_before(new, side, self.seen)
+        if side == "values" or self.smoothing is None:
+            return found
+        start = None
+        if store.longest:
+            # Leading padding has no keys, of every row, or of every head that is a row of its own.
+            start = (store.counters[START] - (self.seen - columns)).view(self.batch_size, -1)
+        return self.smoothing.raw(found, start)
+
+    def tensors(self) -> list[Tensor]:
+        """Small tensors beside the store: statistics, scores, the padding last found, token ids and tags.
+
+        The vectors of smoothing are not among them: they belong to the model, and all its caches share them.
+        """
+        found = [x for part in (self.queries, self.eviction, self.tags) if part is not None for x in part.tensors()]
+        for padding in (self.padding, self.reader.found):
+            found += [] if padding is None else [x for x in (padding.lead, padding.source) if x is not None]
+        return found
+
+    def contradictions(self) -> Iterator[str]:
+        """Faults of what the layer holds, in words; asks the device. See `MixedKVCache.integrity_check`."""
+        store, buffer = self.store, self.buffer
+        if store is None:
+            if self.seen:
+                yield f"{self.seen} tokens and no store"
+            return
+        self.close()
+        yield from contradictions(store.state, self.seen - self.staged_length)
+        if self.seen and store.batch != self.batch_size * store.fold:
+            yield f"{self.batch_size} rows, and {store.batch} in the store"
+        for part in () if self.queries is None else self.queries.tensors():
+            if self.seen and self.batch_size not in part.shape[:2]:
+                yield f"statistics of queries of shape {tuple(part.shape)} for {self.batch_size} rows"
+        if self.eviction is not None and self.seen:
+            by_row, by_head = self.eviction.notes()
+            wrong = [x for x in by_row if x.shape[0] != self.batch_size] + [x for x in by_head if len(x) != store.batch]
+            if wrong:
+                yield f"notes of an eviction of {wrong[0].shape[0]} rows for {self.batch_size}"
+        if buffer is not None and buffer.state is not None and self.staged is None and not self.uncommitted:
+            pairs = zip((store.counters, *store.windows), (buffer.state.counters, *buffer.state.windows), strict=True)
+            if any(own is not there for own, there in pairs):
+                yield "the buffer of recorded steps does not hold what the layer does"
+
+    # Tokens come.
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates for tensors of this shape, dtype and device."""
@@ -145,40 +380,239 @@ class KVLayer(PagedLayer, CacheLayerMixin):
             self.eviction.group.warn_unseen(self.scheme.name)
         return handles(self, batch, heads, self.columns, key_dim, value_states.shape[3])
 
-    def get_seq_length(self) -> Any:
-        """Logical tokens seen, padding included, whatever is still stored.
+    # An attention call.
 
-        A number on the device in a recorded step, and where the host does not know it.
+    def forward(
+        self,
+        query: Tensor,
+        arguments: AttentionArguments,
+        dense: Callable[[], Tensor],
+        padding_mask: Tensor | None,
+        after: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Attention of an update's queries over all that the layer holds then: new tokens join it, due ones are sealed.
+
+        Attention functions, handles and prompts of compiled models come by here.
+
+        Args:
+            query: (B, Hq, Q, D), after RoPE.
+            arguments: of the call; without a mask it is causal.
+            dense: attends to `KVLayer.dense` keys and values, (B, Hq, Q, Dv); asked where pages cannot be attended, as
+                of a prompt. It adds the bias itself.
+            padding_mask: the mask that the model was given, in which padding is looked for.
+            after: what becomes of what pages give, where that is not yet what ``dense`` gives (latents); None for
+                nothing.
+
+        Returns:
+            (B, Hq, Q, Dv).
         """
-        return self.seen if self.steps is None else self.steps.length(self.seen)
+        if arguments.softcap or arguments.sinks is not None:
+            self._keep_logits()
+        steps = self.steps
+        if steps is not None and steps.takes(query.shape[2], arguments):
+            out, pages = steps.run(query, arguments), True
+        else:
+            tokens, pages = self.staged_length, self.begin(padding_mask, query.shape[2])
+            first = self.scheme.quantizes_first and tokens > MAX_STEP and not pages and not self.window
+            if first:
+                self.finish(query, arguments)
+                self.settle()
+            out = self.attend(query, arguments.biased()) if pages else dense()
+            if not first:
+                self.finish(query, arguments)
+        return refuse_gradient(self, after(out) if pages and after is not None else out)
 
-    def get_query_offset(self) -> Any:
-        """Column of the coming forward's first query: i64 (1,) on the device where steps need no mask.
+    def begin(self, mask: Tensor | None, queries: int) -> bool:
+        """Prepares one attention call.
 
-        Where they do, a number, on the device (without axes) in a compiled step.
+        Args:
+            mask: the mask the attention was given, or None; shows where padding is.
+            queries: number of query rows.
+
+        Returns:
+            True if `attend` is to be called: the new tokens are in the store now. False for a prompt: attend to
+            `dense` keys and values, which hold the new tokens as they came.
         """
-        steps = self.steps
-        if steps is not None:
-            if steps.need_no_mask() or is_captured():
-                return steps.seen_on_device()
-            if steps.is_recorded:
-                return steps.seen_on_device()[0]
-            steps.sync.catch_up()
-        return self.seen
+        steps, eviction = self.steps, self.eviction
+        self.close()
+        asks = eviction is not None and eviction.before_begin()
+        pages = self._push_staged(mask, queries)
+        if eviction is not None and asks:
+            eviction.after_begin()
+        if not pages and self.evicted:
+            # A prompt on a cache that has evicted tokens: it stays whole until its attention is done.
+            self.store_staged()
+            pages = True
+        if steps is not None and self.padding is not None and self.padding.source is not None:
+            steps.sync.holes = True
+        return pages
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Logical length and offset for the mask of the coming forward; the capacity's where steps must look alike."""
-        steps = self.steps
-        if steps is not None:
-            if steps.is_recorded or (query_length == 1 and steps.need_no_mask()):
-                return steps.buffer.room, 0
-            steps.sync.catch_up()
-        return self.sizes(query_length)
+    def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
+        """Attends to the pages: (B, Hq, Q, D) to (B, Hq, Q, Dv); see `hfkvq.kernels.decode_attention`.
+
+        More than 16 queries only where tokens have been evicted: a few at a time, since steps' kernels take no more.
+        """
+        queries, mask, outs = query.shape[2], arguments.mask, []
+        if queries <= MAX_STEP or self.eviction is None:
+            return self.held().attend(self.smoothed_query(query), arguments)
+        for first in range(0, queries, MAX_STEP):
+            own = slice(first, min(first + MAX_STEP, queries))
+            if mask is None:
+                newest = torch.arange(own.start, own.stop, device=query.device) + self.seen - queries
+                shown = (torch.arange(self.seen, device=query.device) <= newest[:, None])[None, None]
+            else:
+                shown = mask if mask.shape[2] == 1 else mask[:, :, own]
+            outs.append(self.attend(query[:, :, own], arguments._replace(mask=shown)))
+        return torch.cat(outs, 2)
+
+    def finish(self, query: Tensor, arguments: AttentionArguments) -> None:
+        """Observes the query (B, Hq, Q, D) if the scheme wants it, then seals what is due."""
+        if self.eviction is not None or self.queries is not None:
+            query = self.smoothed_query(query)
+        if self.eviction is not None:
+            if self.buffer is not None and self.new_columns == query.shape[2]:
+                self.buffer.queries_per_head = query.shape[1] // self.heads
+            self.eviction.note_queries(query, arguments)
+        # Tokens of an update are stored once: with shared keys and values, later layers come here too.
+        if self.queries is not None and self.new_columns:
+            keys = self.held().layout.keys
+            waiting = keys.local + keys.unit + self.hold
+            self.queries.observe(query, self.new_columns, self.heads, self.padding, waiting)
+        self.new_columns = 0
+        if not self.defer:
+            self.settle()
+
+    def smoothed_query(self, query: Tensor) -> Tensor:
+        """Queries (B, Hq, Q, D) as they attend to what the layer holds."""
+        return query if self.smoothing is None else self.smoothing.queries(query)
+
+    def _keep_logits(self) -> None:
+        """Lets logits be those of the model, before anything but a first prompt's tokens has been smoothed.
+
+        For attention with a softcap or sinks, which is not blind to a number that is added to all logits of a query.
+        """
+        own = self.smoothing
+        if own is None or self._keeps_logits:
+            return
+        self._keeps_logits = True
+        if not own.shifts:
+            return
+        if self.store is not None and self.store.longest:
+            raise RuntimeError(
+                "smooth_keys: this layer's keys have been centred, and attention now has a softcap or sinks, which it "
+                "did not have before; begin with an empty cache, made with smooth_keys=False."
+            )
+        self.smoothing = own.centred_at_zero()
+        if self.staged is not None:
+            keys, values = self.staged
+            self.staged = self.smoothing.keys(own.raw(keys)), values
+
+    # Staged tokens join the store, and what is due is sealed.
+
+    def settle(self, commit: bool = True) -> None:
+        """Does what is left of the last update: staged tokens join the store, and what is due is sealed.
+
+        Args:
+            commit: whether what is due of a step is sealed, and a budget kept.
+        """
+        eviction = self.eviction
+        left = self.staged is not None or self.uncommitted or (eviction is not None and eviction.pending is not None)
+        if self.store is None or not left:
+            return
+        self.close()
+        try:
+            if eviction is None:
+                self.store_staged(commit)
+            elif not commit or not eviction.cut_prompt():
+                self.store_staged(commit)
+                if commit:
+                    eviction.judge_pending()
+        finally:
+            # The update is complete; the next step counts the tokens that this one has sealed.
+            self.bind()
+
+    def _push_staged(self, mask: Tensor | None, queries: int) -> bool:
+        """Lets staged tokens of a step join the store before attention; see `begin`."""
+        store = self.held()
+        if self.staged is None:
+            return queries <= MAX_STEP
+        keys, values = self.staged
+        tokens = keys.shape[2]
+        # With shared keys and values, a later layer may come without a mask: what was found stays.
+        if mask is not None and (tokens > 1 or any(state.length == 0 for state in store.states)):
+            self.padding = self.reader.read(mask, self.columns, tokens, store.row_lengths)
+        if self.hold:
+            store.reserve_tail(self.hold)
+        holes = self.padding is not None and self.padding.source is not None
+        if store.longest == 0 or not store.fits(tokens) or holes:
+            return False
+        store.push(keys, values, self.padding)
+        self.staged, self.uncommitted = None, True
+        return True
+
+    def store_staged(self, commit: bool = True) -> None:
+        """Lets staged tokens join the store as a prompt does; or seals what is due of those that have joined it.
+
+        Args:
+            commit: whether what is due of a step is sealed.
+        """
+        if self.staged is not None:
+            store, queries, before = self.held(), self.queries, self._sealed_keys()
+            mean = None if queries is None else queries.mean()
+            found = None if self.tags is None else self.tags.of_columns(self)
+            store.extend(*self.staged, self.padding, self.hold, mean, found)
+            # Staged tokens are dropped here and no earlier: if memory runs out, they are still staged.
+            self.staged = self.padding = None
+            if self.window:
+                # Tokens that only these queries saw are gone.
+                self.newest = 0
+            if before is not None and queries is not None:
+                queries.forget_sealed(store, before)
+        elif self.uncommitted and commit:
+            self.seal_due()
+        self.uncommitted = self.uncommitted and not commit
+
+    def seal_due(self) -> None:
+        """Seals what is due; asks the device nothing where nothing is."""
+        store, hold, queries, tags = self.held(), self.hold, self.queries, self.tags
+        if tags is None and (queries is None or queries.sums is None):
+            store.commit(hold)
+        elif store.is_due(hold):
+            before = self._sealed_keys()
+            found = tags.of_columns(self) if tags is not None and tags.may_be_due(self) else None
+            store.commit(hold, None if queries is None else queries.mean(), found)
+            if before is not None and queries is not None:
+                queries.forget_sealed(store, before)
+        self.padding, self.uncommitted = None, False
+
+    def _sealed_keys(self) -> Tensor | None:
+        """i32 (B,): sealed keys of each row, where it matters."""
+        has_sums = self.queries is not None and self.queries.sums is not None
+        return sealed_count(self.held().counters, "keys") if has_sums else None
+
+    # Recorded steps.
+
+    def catch_up(self) -> None:
+        """Makes sure that the host knows what recorded steps have left on the device."""
+        if self.steps is not None:
+            self.steps.catch_up()
+
+    def close(self) -> None:
+        """Lets the device's counters count what the last recorded step has sealed; asks it nothing."""
+        if self.buffer is not None:
+            self.buffer.close()
+
+    def bind(self) -> None:
+        """Brings what the layer holds to where recorded steps look for it."""
+        if self.steps is not None and self.buffer is not None:
+            self.steps.note_rows()
+            self.buffer.bind()
+
+    # Lengths and rows change.
 
     def activate_past_recording(self) -> None:
         """From now on the newest tokens stay unsealed long enough to be taken back by `crop`."""
-        if self.steps is not None:
-            self.steps.catch_up()
+        self.catch_up()
         self.record_past = True
         self.bind()
 
@@ -206,6 +640,43 @@ class KVLayer(PagedLayer, CacheLayerMixin):
         """Keeps these rows only (indices or a boolean mask)."""
         transactions.select(self.parts, indices)
 
+    def before_change(self, commit: bool) -> list[Any]:
+        """Does what steps and updates have left, before lengths or rows change; the parts that change with the layer.
+
+        Args:
+            commit: whether what is due of a step is sealed.
+        """
+        self.catch_up()
+        if commit and self.eviction is not None and self.defer:
+            self.eviction.group.settle()
+        self.settle(commit)
+        return [part for part in (self.store, self.queries, self.eviction) if part is not None]
+
+    def crop_alone(self, tokens: int) -> None:
+        """Takes back the newest tokens of this layer; what is due is sealed later."""
+        if tokens:
+            self.held().crop(tokens, self.seen)
+            self.seen, self.newest = self.seen - tokens, 0
+            self.edition += 1
+        self.uncommitted = True
+        if self.eviction is not None:
+            self.eviction.after_crop()
+
+    def forget_forward(self) -> None:
+        """Forgets an interrupted forward: nobody asks for its masks and queries any longer."""
+        self.new_columns = 0
+        if self.eviction is not None:
+            self.eviction.pending = None
+
+    def take_rows(self, rows: Tensor, change: Callable[[Tensor], None]) -> None:
+        """Rows become those of these numbers (i64 (B',)), in the store by a verb of its own."""
+        change(rows)
+        self.batch_size, self.accepted = rows.shape[0], None
+        self.edition += 1
+        for part in (self.queries, self.eviction):
+            if part is not None:
+                part.take_rows(rows)
+
     def reset(self) -> None:
         """Forgets everything, whatever has been before.
 
@@ -214,8 +685,7 @@ class KVLayer(PagedLayer, CacheLayerMixin):
         store, buffer = self.store, self.buffer
         if self.steps is not None:
             self.steps.sync.forget()
-        self.forget()
-        self.is_initialized = False
+        self._forget()
         for part in (self.queries, self.eviction):
             if part is not None:
                 part.forget()
@@ -235,8 +705,7 @@ class KVLayer(PagedLayer, CacheLayerMixin):
 
     def offload(self) -> None:
         """Moves everything to the CPU."""
-        if self.steps is not None:
-            self.steps.catch_up()
+        self.catch_up()
         if self.store is not None:
             self.settle()
             self.store.to("cpu", non_blocking=True)
@@ -248,4 +717,61 @@ class KVLayer(PagedLayer, CacheLayerMixin):
         if self.store is not None and self.store.device != self.device:
             self.store.to(self.device, non_blocking=True)
         if self.buffer is not None and self.buffer.tensor is None:
+            self.buffer.bind()
+
+    # Copies.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVLayer:
+        """An independent layer, which shares the scheme.
+
+        What it knows of other layers is of copies.
+        """
+        if id(self) in memo:
+            return memo[id(self)]
+        self.catch_up()
+        new: KVLayer = object.__new__(type(self))
+        memo[id(self)] = new
+        vars(new).update(vars(self))
+        if self.store is not None:
+            new.store = copy.deepcopy(self.store, memo)
+        new.tags, new.queries = copy.deepcopy(self.tags, memo), copy.deepcopy(self.queries, memo)
+        new.reader = memo.setdefault(id(self.reader), PaddingReader())  # type: ignore[assignment]
+        if self.staged is not None:
+            new.staged = (self.staged[0].clone(), self.staged[1].clone())
+        if self.eviction is not None:
+            new.eviction = self.eviction.copy_for(new, memo)
+        if self.buffer is not None and self.steps is not None:
+            buffer: StepBuffer = self.buffer.copy_for(new, memo)
+            steps: DeviceSteps = self.steps.copy_for(new, memo)
+            buffer.queries, buffer.eviction = new.queries, new.eviction
+            steps.buffer, steps.eviction = buffer, new.eviction
+            new.buffer, new.steps = buffer, steps
+        # The group comes last: it copies the other layers.
+        if new.eviction is not None:
+            new.eviction.group = copy.deepcopy(new.eviction.group, memo)
+        if new.buffer is not None:
+            new.buffer.sync = copy.deepcopy(new.buffer.sync, memo)
+            new.buffer.bind()
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything, with tensors of their own in place of views of the buffer."""
+        if self.steps is None:
+            return dict(self.__dict__)
+        self.steps.catch_up()
+        return self.__dict__ | {"store": copy.deepcopy(self.store)}
+
+    @lasting
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Inverse of `__getstate__`."""
+        vars(self).update(state)
+        if self.store is not None and self.store.counters.is_inference():
+            # Read in inference mode, where nothing can be written to that is made.
+            self.store, self.queries = copy.deepcopy(self.store), copy.deepcopy(self.queries)
+            if self.buffer is not None:
+                self.buffer.queries = self.queries
+        for part in (self.eviction, self.buffer, self.steps):
+            if part is not None:
+                part.attach(self)
+        if self.buffer is not None:
             self.buffer.bind()

@@ -6,15 +6,19 @@ Their shapes do not depend on how many tokens came, so nothing of them is compre
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from ..base.inference_mode import lasting
+from ..layer_state.update import PaddingReader
+from ..schemes.base import Scheme
 from ..store.packing import Packed
+from .layer import KVLayer
 
 _KINDS = ("conv", "recurrent")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -270,3 +274,103 @@ def _version(x: Tensor) -> int:
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+class HybridLayer(KVLayer):
+    """`KVLayer` whose model keeps states beside keys and values (Falcon-H1, Zamba).
+
+    Args:
+        scheme: see `KVLayer`.
+        reader: see `KVLayer`.
+        capacity: see `KVLayer`.
+        defer: see `KVLayer`.
+        debug: see `KVLayer`.
+        recordable: see `KVLayer`.
+        number_of_states: how many the model keeps of each kind.
+
+    Attributes:
+        states: a layer of its own.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        reader: PaddingReader,
+        capacity: int | None = None,
+        defer: bool = False,
+        debug: bool = False,
+        recordable: bool = False,
+        number_of_states: int = 1,
+    ) -> None:
+        super().__init__(scheme, reader, capacity, defer, debug, recordable)
+        self.states = RecurrentLayer(number_of_states)
+
+    @property
+    def parts(self) -> list[Any]:
+        """Parts that change together: the layer of pages and that of states."""
+        return [self, self.states]
+
+    # Transformers reads these of a layer that has states.
+
+    @property
+    def number_of_states(self) -> int:
+        """Number of states of each kind."""
+        return self.states.number_of_states
+
+    @property
+    def conv_states(self) -> dict[int, Tensor | None]:
+        """States of convolutions (B, C, width), by number."""
+        return self.states.conv_states
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor | None]:
+        """States (B, ...), by number."""
+        return self.states.recurrent_states
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        """True if a token came, by number of the state."""
+        return self.states.has_previous_state
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """See `RecurrentLayer.update_conv_state`."""
+        return self.states.update_conv_state(conv_states, state_idx, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """See `RecurrentLayer.update_recurrent_state`."""
+        return self.states.update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """True if tokens can be taken back: from states of convolutions alone."""
+        return self.states.is_croppable
+
+    def activate_past_recording(self) -> None:
+        """See `KVLayer.activate_past_recording`; convolutions keep their past as well."""
+        super().activate_past_recording()
+        self.states.activate_past_recording()
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.states.reset()
+        super().reset()
+
+    def offload(self) -> None:
+        """Moves everything to the CPU."""
+        self.states.offload()
+        super().offload()
+
+    def prefetch(self) -> None:
+        """Moves everything back."""
+        self.states.prefetch()
+        super().prefetch()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HybridLayer:
+        """An independent layer; see `KVLayer`."""
+        new: Any = super().__deepcopy__(memo)
+        new.states = copy.deepcopy(self.states, memo)
+        return new
+
+
+# Transformers asks for its class: `Cache.update_conv_state`, say, and masks do.
+LinearAttentionAndFullAttentionLayer.register(HybridLayer)

@@ -12,18 +12,44 @@ import contextlib
 import copy
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ..base.inference_mode import lasting
-from ..layer_state.base import unchanged_on_error
-from ..layer_state.update import seal_due
-from .paged import PagedLayer
+from ..layer_state.base import LayerBase, unchanged_on_error
 
 Beside = Sequence[tuple[Any, Callable[[], None]]]
 """Objects that change with the layers, and the operation for each."""
+
+
+class PagedLayer(LayerBase, Protocol):
+    """A `KVLayer`, as changes see it."""
+
+    def before_change(self, commit: bool) -> list[Any]:
+        """Does what steps and updates have left; the parts that change with the layer."""
+        ...
+
+    def crop_alone(self, tokens: int) -> None:
+        """Takes back the newest tokens of this layer."""
+
+    def forget_forward(self) -> None:
+        """Forgets an interrupted forward."""
+
+    def take_rows(self, rows: Tensor, change: Callable[[Tensor], None]) -> None:
+        """Rows become those of these numbers."""
+
+    def catch_up(self) -> None:
+        """Makes sure that the host knows what recorded steps have left on the device."""
+
+    def seal_due(self) -> None:
+        """Seals what is due."""
+
+
+def is_paged(layer: Any) -> TypeGuard[PagedLayer]:
+    """True for a layer of ours; others change by the verbs that Transformers gives them."""
+    return hasattr(type(layer), "before_change")
 
 
 def crop(layers: Sequence[Any], tokens_to_remove: Any, beside: Beside = ()) -> None:
@@ -34,12 +60,11 @@ def crop(layers: Sequence[Any], tokens_to_remove: Any, beside: Beside = ()) -> N
             f"crop: got {-tokens}, allowed 0 or minus the number of tokens to remove from the end, e.g. crop(-3)."
         )
     for layer in _paged(layers):
-        if layer.steps is not None:
-            layer.steps.catch_up()
+        layer.catch_up()
         # Cross-attention of a model that was shown no image has none to remove.
         if 0 < layer.seen < tokens:
             raise ValueError(f"crop: got {-tokens}, but only {layer.seen} tokens are cached; nothing was removed.")
-    _change(layers, lambda layer: _crop(layer, tokens), lambda layer: layer.crop(-tokens), beside, commit=False)
+    _change(layers, lambda layer: layer.crop_alone(tokens), lambda layer: layer.crop(-tokens), beside, commit=False)
 
 
 def tokens_of(tokens_to_remove: Any) -> int:
@@ -62,11 +87,8 @@ def level(layers: Sequence[Any], seen: Callable[[Any], int | None], least: int, 
     ahead = {id(layer): (seen(layer) or 0) - least for layer in layers}
 
     def own(layer: PagedLayer) -> None:
-        _crop(layer, ahead[id(layer)])
-        # The forward's masks and queries are not needed any longer.
-        layer.new_columns = 0
-        if layer.eviction is not None:
-            layer.eviction.pending = None
+        layer.crop_alone(ahead[id(layer)])
+        layer.forget_forward()
 
     _change(
         [layer for layer in layers if ahead[id(layer)] > 0],
@@ -85,7 +107,7 @@ def untouched(layers: Sequence[Any]) -> dict[int, dict[str, Any]]:
     """
     found = {}
     for i, layer in enumerate(layers):
-        if not isinstance(layer, PagedLayer):
+        if not is_paged(layer):
             found[i] = dict(vars(layer))
         elif layer.window:
             found[i] = vars(layer) | {"store": copy.deepcopy(layer.store)}
@@ -99,7 +121,7 @@ def reorder(layers: Sequence[Any], rows: Tensor, beside: Beside = ()) -> None:
 
     def own(layer: PagedLayer) -> None:
         _check_rows("reorder_cache", rows, 0, layer.batch_size)
-        _take_rows(layer, rows.to(layer.device), layer.held().reorder)
+        layer.take_rows(rows.to(layer.device), layer.held().reorder)
 
     _change(layers, own, lambda layer: layer.reorder_cache(rows), beside)
 
@@ -111,7 +133,7 @@ def repeat(layers: Sequence[Any], repeats: int, beside: Beside = ()) -> None:
 
     def own(layer: PagedLayer) -> None:
         rows = torch.arange(layer.batch_size, device=layer.device).repeat_interleave(repeats)
-        _take_rows(layer, rows, layer.held().reorder)
+        layer.take_rows(rows, layer.held().reorder)
 
     _change(layers, own, lambda layer: layer.batch_repeat_interleave(repeats), beside)
 
@@ -124,7 +146,7 @@ def select(layers: Sequence[Any], indices: Tensor, beside: Beside = ()) -> None:
             _check_rows("batch_select_indices", indices, -layer.batch_size, layer.batch_size)
         rows = torch.arange(layer.batch_size, device=layer.device)[indices.to(layer.device)]
         _check_rows("batch_select_indices", rows, 0, layer.batch_size)
-        _take_rows(layer, rows, layer.held().select)
+        layer.take_rows(rows, layer.held().select)
 
     _change(layers, own, lambda layer: layer.batch_select_indices(indices), beside)
 
@@ -139,7 +161,7 @@ def reset(layers: Sequence[Any], beside: Beside = ()) -> None:
 
 
 def _paged(layers: Sequence[Any]) -> list[PagedLayer]:
-    return [layer for layer in layers if isinstance(layer, PagedLayer)]
+    return [layer for layer in layers if is_paged(layer)]
 
 
 @lasting
@@ -160,18 +182,12 @@ def _change(
         commit: whether what an update has left is sealed before.
     """
     paged = [layer for layer in _paged(layers) if layer.seen]
-    for layer in paged:
-        if layer.steps is not None:
-            layer.steps.catch_up()
-        if commit and layer.eviction is not None and layer.defer:
-            layer.eviction.group.settle()
-        layer.settle(commit)
     parts = [*layers, *(each for each, _ in beside)]
     for layer in paged:
-        parts += [part for part in (layer.store, layer.queries, layer.eviction) if part is not None]
+        parts += layer.before_change(commit)
     with unchanged_on_error(parts):
         for layer in layers:
-            if not isinstance(layer, PagedLayer):
+            if not is_paged(layer):
                 stock(layer)
             elif layer.seen:
                 own(layer)
@@ -198,17 +214,7 @@ def _finish(layers: Sequence[PagedLayer]) -> None:
             raise
         for layer in layers:
             if layer.uncommitted:
-                seal_due(layer, layer.queries, layer.tags)
-
-
-def _crop(layer: PagedLayer, tokens: int) -> None:
-    if tokens:
-        layer.held().crop(tokens, layer.seen)
-        layer.seen, layer.newest = layer.seen - tokens, 0
-        layer.edition += 1
-    layer.uncommitted = True
-    if layer.eviction is not None:
-        layer.eviction.after_crop()
+                layer.seal_due()
 
 
 def _check_rows(verb: str, rows: Tensor, low: int, batch: int) -> None:
@@ -217,13 +223,3 @@ def _check_rows(verb: str, rows: Tensor, low: int, batch: int) -> None:
     # On other devices this would synchronize.
     if rows.device.type == "cpu" and not bool(((rows >= low) & (rows < batch)).all()):
         raise ValueError(f"{verb}: got rows {rows.tolist()}, but the cache holds {batch}; nothing was changed.")
-
-
-def _take_rows(layer: PagedLayer, rows: Tensor, change: Callable[[Tensor], None]) -> None:
-    """Rows become those of these numbers (i64 (B',))."""
-    change(rows)
-    layer.batch_size, layer.accepted = rows.shape[0], None
-    layer.edition += 1
-    for part in (layer.queries, layer.eviction):
-        if part is not None:
-            part.take_rows(rows)

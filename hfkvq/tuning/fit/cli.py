@@ -93,7 +93,7 @@ def fit(
 def _table(about: dict[str, Any], plans: list[Plan], weights: Weights) -> Table:
     from rich.markup import escape
 
-    from hfkvq.caches.layers.memory_report import format_bytes
+    from hfkvq.caches.layers.memory import format_bytes
     from hfkvq.measure.tables import new_table
 
     title = (
@@ -120,7 +120,7 @@ def _table(about: dict[str, Any], plans: list[Plan], weights: Weights) -> Table:
 
 
 def _notes(done: Computed, plans: list[Plan]) -> list[str]:
-    from hfkvq.caches.layers.memory_report import format_bytes
+    from hfkvq.caches.layers.memory import format_bytes
     from hfkvq.caches.schemes.base import get_scheme, list_schemes
 
     from .weights import PEAK, peak

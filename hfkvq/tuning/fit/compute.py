@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hfkvq.caches.base.model_config import latent_dims, text_config
-from hfkvq.caches.layers.memory_report import format_bytes
+from hfkvq.caches.layers.memory import format_bytes
 from hfkvq.caches.schemes.base import latent_layout
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.caches.schemes.registry import listed

@@ -217,7 +217,7 @@ def _loss_words(row: Row) -> tuple[str, str]:
 def _table(done: Computed, rows: list[Row], users: int | None, choice: Choice | None, wide: bool) -> Table:
     from rich.markup import escape
 
-    from hfkvq.caches.layers.memory_report import format_bytes
+    from hfkvq.caches.layers.memory import format_bytes
     from hfkvq.measure.presets import bits_words
     from hfkvq.measure.tables import new_table, number
 
@@ -280,7 +280,7 @@ def _notes(done: Computed, record: Record | None) -> list[str]:
 
 
 def _nothing_fits(rows: list[Row], users: int | None) -> str:
-    from hfkvq.caches.layers.memory_report import format_bytes
+    from hfkvq.caches.layers.memory import format_bytes
 
     best = max(rows, key=lambda row: (row.plan.batch, row.plan.left))
     many = f"the most users at this context are {best.plan.batch:,} ({best.plan.name})"
