@@ -27,7 +27,7 @@ import torch
 
 from evals.tasks.calls import SCENARIOS, conversations, memory_tools, parse_calls, questions, score_memory
 from evals.tasks.common import render
-from hfkvq.caches.make import make_cache
+from hfkvq.caches.named import make_cache
 from hfkvq.measure.models import find_model, load_model, load_tokenizer
 from hfkvq.measure.records import commit, device_name, now, versions
 

@@ -38,10 +38,10 @@ from transformers.utils import logging
 from evals.shapes import SHAPES, build, get_config
 from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.compile import compile_ahead
+from hfkvq.caches.named import TriAxialCache
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.caches.tags import Tagger, parse_tag
-from hfkvq.caches.triaxial import TriAxialCache
 from hfkvq.measure.divergence.naming import QUANTIZED
 from hfkvq.measure.records import clock, commit, device_name, now, versions
 from hfkvq.sizes import parse_count

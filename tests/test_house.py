@@ -65,9 +65,7 @@ def loads(name: str, tree: ast.Module, is_package: bool, known: set[str]) -> set
     return found & known
 
 
-FOLDERS = (
-    *("base", "tags", "schemes", "store", "layer_state", "eviction", "steps", "layers", "attention", "graphs", "files"),
-)
+FOLDERS = (*("base", "tags", "schemes", "store", "layer_state", "eviction", "steps", "layers", "attention"),)
 """Folders of hfkvq/caches: each may import itself and the ones before it. Modules beside them may import all."""
 
 

@@ -3,7 +3,6 @@
 from . import schemes
 from .cache import MixedKVCache
 from .layers.memory import MemoryReport
-from .make import captured_draft, make_cache
 from .named import (
     ARKVCache,
     ExpectedAttentionCache,
@@ -19,12 +18,14 @@ from .named import (
     SnapKVCache,
     StreamingLLMCache,
     TOVACache,
+    TriAxialCache,
+    captured_draft,
+    make_cache,
 )
 from .prefix_store import PrefixMatch, PrefixStore
 from .schemes.base import Scheme, get_scheme, list_schemes
 from .schemes.preset import Preset, get_preset
 from .tags.bit_table import BitTable
-from .triaxial import TriAxialCache
 
 __all__ = [
     "ARKVCache",

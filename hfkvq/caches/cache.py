@@ -6,24 +6,28 @@ import copy
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
+from hfkvq.bounded import DAMAGE
+from hfkvq.version import __version__
+
 from .attention.interface import register
 from .attention.mla import pass_over
 from .base.capture import RECORDERS
 from .base.config_switch import NAME, join, restore, switch
+from .base.inference_mode import lasting
 from .base.model_calls import CallInterceptor, intercept, is_inside_call
 from .base.model_config import head_dim_of, stock_layers, text_config
 from .base.recorded import is_captured, is_recorded
 from .base.warn_once import say_once
+from .cache_file import read_file, write_file
 from .compile import compile_kernels
-from .files.saved import SavedCache
-from .graphs.step_graphs import StepGraphs, wanted
+from .layer_state.base import uneven
 from .layer_state.group import DeviceSync
 from .layer_state.smoothing import layers_that_mix, measure, warn_of_noise
 from .layers import transactions
@@ -31,10 +35,17 @@ from .layers.build import build_layers, is_attachable, seen_by
 from .layers.handle import dense_of
 from .layers.layer import KVLayer
 from .layers.memory import MemoryReport, described, memory_of
+from .layers.packing import below, packed_layer, unpack_layer
+from .layers.recurrent import RecurrentLayer, StatePlaces
 from .schemes.base import Scheme
 from .schemes.eviction import EvictionScheme, warn_of_loss
 from .schemes.preset import Preset, checked_knobs, get_preset
+from .step_graphs import StepGraphs, graphs_enabled
+from .store.packing import Packed
 from .tags.bit_table import config_hash
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -62,7 +73,7 @@ def update_outside(cache: Any, keys: Tensor, values: Tensor, layer_idx: int) -> 
 DEFAULT_SCHEME = "best-3.4"
 
 
-class MixedKVCache(SavedCache, Cache):
+class MixedKVCache(Cache):
     """A KV cache that stays compressed; attention is computed on the compressed pages.
 
     Use it as ``model.generate(**inputs, past_key_values=MixedKVCache(model, "kitty-pro"))``. The scheme decides
@@ -106,11 +117,19 @@ class MixedKVCache(SavedCache, Cache):
             before each forward. Steps are not captured then.
         **knobs: options of the scheme: ``MixedKVCache(model, "kitty", boost_ratio=0.2)``.
 
+    Attributes:
+        config: of the model's decoder.
+        preset: schemes of all layers.
+        graphs: of captured steps; None where none are.
+        saved_ids: i64 (B, n), token ids that a loaded cache was saved with; None without.
+
     Raises:
         ValueError: unknown scheme, knob or layer, a head dim that the scheme cannot hold, a model without attention
             layers, or offloading with a scheme that evicts.
     """
 
+    saved_ids: Tensor | None = None
+    _known_architecture: dict[str, str] | None = None
     _compiled: Any = None
     """Device for which the layers' kernels have been compiled, and whether for steps of several tokens."""
 
@@ -145,12 +164,15 @@ class MixedKVCache(SavedCache, Cache):
         self._crosses = config.is_encoder_decoder or text.is_encoder_decoder
         self._attachable = not self._crosses and is_attachable(text)
         attach, own = attach and self._attachable, attach and not self._attachable
-        name = type(config).__name__
-        made = build_layers(text, self.preset, max_cache_len, wanted(graphs), attach, debug, name, offloading, own)
+        captures, name = graphs_enabled(graphs), type(config).__name__
+        made = build_layers(text, self.preset, max_cache_len, captures, attach, debug, name, offloading, own)
         super().__init__(layers=made.layers)
         self._compressed, self._recordable, self._flex = made.compressed, made.sync is not None, False
         self.config, self._capacity, self._debug = text, max_cache_len, debug
-        self._count_by(text)
+        # Cross-attention is given an image's tokens.
+        others = set(getattr(text, "cross_attention_layers", None) or ())
+        known = [i for i, layer in enumerate(self.layers) if seen_by(layer) is not None and i not in others]
+        self._counting, self._first = tuple(known), known[0] if known else -1
         self._why_not_captured = made.why_not_captured
         self._untouched: dict[int, dict[str, Any]] = {}
         held = {i: made.layers[i] for i in made.compressed}
@@ -167,6 +189,16 @@ class MixedKVCache(SavedCache, Cache):
             switch(text, self)
         if isinstance(model_or_config, torch.nn.Module):
             self._meet(model_or_config)
+
+    @classmethod
+    def of_preset(cls, model_or_config: Any, preset: Preset, **options: Any) -> Self:
+        """An empty cache of a preset; classes of one scheme take its knobs."""
+        made = cls(model_or_config, preset, **options)  # type: ignore[call-arg]
+        if made.preset != preset:
+            raise ValueError(f"options: got {', '.join(options)}, allowed no knobs: the scheme is {preset.scheme}")
+        return made
+
+    # The model, and the layers.
 
     def attach(self, model: torch.nn.Module | None = None) -> None:
         """Shows the cache its model, and switches attention to "hfkvq", as the constructor does with a model.
@@ -199,6 +231,42 @@ class MixedKVCache(SavedCache, Cache):
     def detach(self) -> None:
         """Restores the config's own attention implementation; the cache goes on working, intercepted."""
         restore(self.config)
+
+    @property
+    def attached(self) -> bool:
+        """True if attention is "hfkvq"; not for a cache from a pickle before `attach` shows it its model."""
+        return self.config._attn_implementation_internal == NAME
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme of every layer that has none of its own."""
+        return self.preset.scheme
+
+    @property
+    def compressed_layers(self) -> list[KVLayer]:
+        """The layers that are held in pages."""
+        return [self.layers[i] for i in self._compressed]  # type: ignore[misc]
+
+    @property
+    def _parts(self) -> list[Any]:
+        """The layers, and the recurrent states of those with attention beside."""
+        return [part for layer in self.layers for part in getattr(layer, "parts", (layer,))]
+
+    @property
+    def states(self) -> StatePlaces:
+        """Recurrent states of all layers."""
+        return StatePlaces([part for part in self._parts if isinstance(part, RecurrentLayer)])
+
+    def memory(self) -> MemoryReport:
+        """Exact memory: every tensor that the cache holds is counted (asks the device for the rows' lengths)."""
+        self._catch_up()
+        return memory_of(self._parts, int(self.get_seq_length()))
+
+    def __repr__(self) -> str:
+        """Scheme, tokens and memory in one line."""
+        return described(self)
+
+    # Tokens come.
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -272,6 +340,25 @@ class MixedKVCache(SavedCache, Cache):
             self.integrity_check()
             self._untouched = transactions.untouched(self.layers)
 
+    def _check_even(self) -> None:
+        """Raises RuntimeError if a forward has not reached the last layer: tokens come layer by layer."""
+        self.states.check()
+        layers = self.layers
+        first, last = seen_by(layers[self._first]), seen_by(layers[self._counting[-1]])
+        if first != last:
+            raise uneven(first, last)
+
+    def _check_capacity(self, tokens: int) -> None:
+        """Raises ValueError if so many more tokens exceed a fixed capacity."""
+        if self._capacity is not None and self._compressed:
+            # Stock layers have no capacity, and may come first.
+            first = self.compressed_layers[0]
+            if first.steps is not None:
+                first.steps.sync.catch_up()
+            first.check_capacity(tokens)
+
+    # Transformers asks.
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset for the mask of the coming forward.
 
@@ -289,13 +376,14 @@ class MixedKVCache(SavedCache, Cache):
                 return layer.sizes(query_length)
         return super().get_mask_sizes(query_length, layer_idx)
 
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """Column of the coming forward's first query; on the device for layers of fixed capacity."""
+        if self._is_recordable(layer_idx) and (is_recorded() or self.attached):
+            return self.layers[layer_idx].get_query_offset()  # type: ignore[union-attr]
+        return super().get_query_offset(layer_idx)
+
     def _is_recordable(self, layer_idx: int) -> bool:
         return self._recordable and layer_idx in self._compressed
-
-    @property
-    def attached(self) -> bool:
-        """True if attention is "hfkvq"; not for a cache from a pickle before `attach` shows it its model."""
-        return self.config._attn_implementation_internal == NAME
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -304,12 +392,6 @@ class MixedKVCache(SavedCache, Cache):
             return False
         # The compiler of PyTorch 2.11 follows neither `super()` to a property nor `bool`.
         return len(self.layers) > 0 and all(layer.is_compileable for layer in self.layers) and self.attached
-
-    def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Column of the coming forward's first query; on the device for layers of fixed capacity."""
-        if self._is_recordable(layer_idx) and (is_recorded() or self.attached):
-            return self.layers[layer_idx].get_query_offset()  # type: ignore[union-attr]
-        return super().get_query_offset(layer_idx)
 
     def activate_past_recording(self) -> None:
         """Lets the newest tokens be taken back, as assisted decoding does; steps are not compiled from now on.
@@ -330,23 +412,7 @@ class MixedKVCache(SavedCache, Cache):
                 self.layers[i] = fresh[i]
         super().activate_past_recording()
 
-    def between_steps(self, tokens: int = 1) -> None:
-        """Does what compiled steps leave to the host, before ``tokens`` more come; asks the device only when it must.
-
-        Raises:
-            ValueError: the tokens would exceed ``max_cache_len``. Nothing is changed then.
-        """
-        sync = self._sync
-        if sync is not None:
-            sync.announce(tokens)
-        else:
-            self._check_capacity(tokens)
-
-    @property
-    def _sync(self) -> DeviceSync | None:
-        """Shared bookkeeping of the layers' recorded steps."""
-        steps = self.compressed_layers[0].steps if self._recordable else None
-        return None if steps is None else steps.sync
+    # Steps.
 
     def step(self, model: torch.nn.Module, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         """One step of the model with this cache, for loops of your own; captured and replayed like those of `generate`.
@@ -366,19 +432,237 @@ class MixedKVCache(SavedCache, Cache):
         with torch.no_grad():
             return model(input_ids=input_ids, past_key_values=self, use_cache=True, **kwargs)
 
+    def between_steps(self, tokens: int = 1) -> None:
+        """Does what compiled steps leave to the host, before ``tokens`` more come; asks the device only when it must.
+
+        Raises:
+            ValueError: the tokens would exceed ``max_cache_len``. Nothing is changed then.
+        """
+        sync = self._sync
+        if sync is not None:
+            sync.announce(tokens)
+        else:
+            self._check_capacity(tokens)
+
     @property
-    def scheme(self) -> Scheme:
-        """The scheme of every layer that has none of its own."""
-        return self.preset.scheme
+    def _sync(self) -> DeviceSync | None:
+        """Shared bookkeeping of the layers' recorded steps."""
+        steps = self.compressed_layers[0].steps if self._recordable else None
+        return None if steps is None else steps.sync
 
-    def memory(self) -> MemoryReport:
-        """Exact memory: every tensor that the cache holds is counted (asks the device for the rows' lengths)."""
+    def _catch_up(self) -> None:
+        for layer in self.compressed_layers:
+            layer.catch_up()
+
+    def note_step(self, input_ids: Tensor | None) -> None:
+        """Takes note of the tokens of a step that is about to be replayed."""
+
+    # Lengths and rows change, in all layers or in none.
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the newest tokens; see `KVLayer.crop`. Nothing is changed if that cannot be done in any layer."""
+        tokens, beside = transactions.tokens_of(tokens_to_remove), self._beside("crop")
+        if tokens < 0 or self.graphs is None or not self.graphs.take_back(tokens):
+            transactions.crop(self._parts, -tokens, beside)
+            return
+        for _, act in beside:
+            act()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
+        """Row b becomes what row ``beam_idx[b]`` was (i64 (B',)), or nothing is changed."""
+        transactions.reorder(self._parts, beam_idx, self._beside("reorder_cache", beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times, or nothing is changed."""
+        transactions.repeat(self._parts, repeats, self._beside("batch_repeat_interleave", repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows only (indices or a boolean mask), or nothing is changed."""
+        transactions.select(self._parts, indices, self._beside("batch_select_indices", indices))
+
+    def reset(self) -> None:
+        """Forgets everything, whatever has been before; a cache of fixed capacity keeps its allocation."""
+        transactions.reset(self.layers, self._beside("reset"))
+
+    def level(self, seen: int | None = None) -> None:
+        """Takes tokens out again that an interrupted forward has left in some layers.
+
+        A page that these tokens had filled is reopened with the values it holds.
+
+        Args:
+            seen: tokens to go back to; None for as many as all layers have.
+
+        Raises:
+            NotImplementedError: a layer has evicted tokens since, or recurrent states have them. Nothing is changed
+                then; call `reset`.
+        """
+        if self.states.tensors():
+            raise NotImplementedError("level: tokens cannot be taken out of recurrent states; call reset().")
+        self.level_pages(seen)
+
+    def level_pages(self, seen: int | None = None) -> None:
+        """Takes tokens out again as `level` does, whatever recurrent states have."""
         self._catch_up()
-        return memory_of(self._parts, int(self.get_seq_length()))
+        counting = [self.layers[i] for i in self._counting]
+        least = min((seen_by(layer) or 0 for layer in counting), default=0) if seen is None else seen
+        transactions.level(counting, seen_by, least, self._beside("crop"))
 
-    def __repr__(self) -> str:
-        """Scheme, tokens and memory in one line."""
-        return described(self)
+    def _beside(self, verb: str, given: Any = None) -> transactions.Beside:
+        """Further parts that change with the layers when ``verb`` is called."""
+        return ()
+
+    def integrity_check(self) -> None:
+        """Raises RuntimeError if what the cache holds contradicts itself; asks the device for counters and tables.
+
+        Layers must have seen the same tokens of the same rows, counters be in range and what the host knows of them,
+        every token stand in one place, pages that are written to belong to one row, buffers of recorded steps hold what
+        the layers do, and bytes be counted. Only a fault of the library, or an interrupt within it, can break that.
+        """
+        self._catch_up()
+        layers = self.compressed_layers
+        rows = {layer.batch_size for layer in layers if layer.seen}
+        found = [f"layers hold {sorted(rows)} rows"] if len(rows) > 1 else []
+        for i, layer in enumerate(layers):
+            found += [f"layer {i}: {what}" for what in layer.contradictions()]
+        if found:
+            raise RuntimeError(f"integrity_check: {'; '.join(found)}. Call reset(), and report this.")
+        seen = [seen_by(self.layers[i]) for i in self._counting]
+        if len(set(seen)) > 1:
+            raise uneven(max(seen), min(seen))  # type: ignore[type-var]
+
+    # Files.
+
+    def save(self, path: str | Path, token_ids: Tensor | None = None) -> None:
+        """Writes the cache to a file: compressed bytes, windows, counters and statistics.
+
+        An existing file is replaced only by a complete one. `load` returns a cache that continues as this one does.
+
+        Args:
+            path: of the file, ``prompt.safetensors`` for example.
+            token_ids: (B, n), what the cache was given; they come back as ``saved_ids``.
+
+        Raises:
+            ValueError: token ids of another shape than the cache has, a scheme of your own without a name, or layers
+                that cannot be saved: sliding windows of a fixed capacity that stay as Transformers makes them, and
+                recurrent states that the model keeps in its own modules (RecurrentGemma).
+            RuntimeError: a step was interrupted while it wrote recurrent states.
+            OSError: the file cannot be written.
+        """
+        write_file(path, *self.packed(token_ids))
+
+    def packed(self, token_ids: Tensor | None = None) -> Packed:
+        """Contents that `save` writes: a description, plain data, and tensors by name, where they are."""
+        self._catch_up()
+        self._check_even()
+        seen = int(self.get_seq_length())
+        if token_ids is not None and (token_ids.dim() != 2 or token_ids.shape[1] != seen):
+            raise ValueError(
+                f"token_ids: got shape {tuple(token_ids.shape)}, allowed (batch, {seen}), an id for each cached token."
+            )
+        check_named(self.preset)
+        layers, tensors = [], {}
+        for i, layer in enumerate(self.layers):
+            numbers, held = packed_layer(i, layer, seen)
+            layers.append(numbers)
+            tensors |= {f"layer{i}.{name}": x for name, x in held.items()}
+        beside = self._packed_beside()
+        for name, (_, held) in beside.items():
+            tensors |= {f"{name}.{key}": x for key, x in held.items()}
+        if token_ids is not None:
+            tensors["token_ids"] = token_ids
+        description = {
+            "scheme": self.preset.to_dict(),
+            "model": self.architecture(),
+            "max_cache_len": self._capacity,
+            "tokens": seen,
+            "holes": any(layer.steps is not None and layer.steps.sync.holes for layer in self.compressed_layers),
+            "layers": layers,
+            "beside": {name: numbers for name, (numbers, _) in beside.items()},
+        }
+        return description, tensors
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model_or_config: Any, *, device: torch.device | str | None = None, **options: Any
+    ) -> Self:
+        """A cache from a file that `save` wrote.
+
+        Scheme and capacity are the file's. Files of `TriAxialCache` are loaded by that class, with ``tokenizer=``.
+
+        Args:
+            path: of the file.
+            model_or_config: the model, or its config; its architecture must be that of the cache's model. Weights are
+                not compared.
+            device: where to load it. None: the model's device, or the CPU if a config is passed.
+            **options: of the constructor: ``graphs``, ``headroom``, ``offloading``, ``attach``, ``debug``.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is not a saved cache, is damaged, or comes from another model or version.
+        """
+        device = device_of(model_or_config) if device is None else torch.device(device)
+        description, tensors = read_file(path, device)
+        try:
+            preset, capacity = get_preset(description["scheme"]), description["max_cache_len"]
+            made = cls.of_preset(model_or_config, preset, max_cache_len=capacity, **options)
+            theirs, own = description["model"], made.architecture()
+            if theirs["config"] != own["config"]:
+                raise ValueError(
+                    f"its config is that of another model (a {theirs['type']}) than this one (a {own['type']}); "
+                    "compute the prompt again"
+                )
+            made.unpack(description, tensors, device)
+        except torch.OutOfMemoryError:
+            raise
+        except (*DAMAGE, RuntimeError) as error:
+            release, reason = description["written"], str(error).rstrip(".")
+            other = "" if release == __version__ else f" (hfkvq {release} wrote it, and this is {__version__})"
+            raise ValueError(f"path: {path} cannot be loaded: {reason}{other}.") from error
+        return made
+
+    @lasting
+    def unpack(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Gives an empty cache of the same preset and model what another one has `packed`; it takes tensors over.
+
+        Raises:
+            ValueError: it does not fit; damaged data may also raise something else of `hfkvq.bounded.DAMAGE`.
+        """
+        for i, (layer, numbers) in enumerate(zip(self.layers, description["layers"], strict=True)):
+            unpack_layer(i, layer, numbers, below(f"layer{i}", tensors), device)
+        rows = {layer.batch_size for layer in self.compressed_layers if layer.store is not None}
+        if len({*rows, *(x.shape[0] for x in self.states.tensors())}) > 1:
+            raise ValueError(f"recurrent states of other rows than keys and values have, which are {max(rows)}")
+        beside = {name: x.cpu() for name, x in tensors.items() if not name.startswith("layer")}
+        self._unpack_beside(description["beside"], beside)
+        for layer in self.compressed_layers:
+            if layer.steps is not None:
+                layer.steps.sync.holes = description["holes"] is True
+            if layer.store is not None:
+                layer.bind()
+        token_ids = tensors.get("token_ids")
+        self.saved_ids = None if token_ids is None else token_ids.cpu()
+        try:
+            self.integrity_check()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+
+    def _packed_beside(self) -> dict[str, Packed]:
+        """Contents of the cache beside its layers, by name."""
+        return {}
+
+    def _unpack_beside(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        if found:
+            raise ValueError("it has tags of tokens; load it with TriAxialCache.load(path, model, tokenizer=tokenizer)")
+
+    def architecture(self) -> dict[str, str]:
+        """Type and config of the model; a cache from a pickle remembers them until it meets its model."""
+        own = getattr(self.config, "model_type", "")
+        known = None if own else self._known_architecture
+        return known or {"type": own, "config": config_hash(self.config)}
+
+    # Copies.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedKVCache:
         """Independent layers; config and scheme are shared, and full pages where the cache grows."""
@@ -469,3 +753,19 @@ def _graphs_of(cache: MixedKVCache) -> StepGraphs:
     sync = cache._sync
     assert sync is not None, "steps were captured"
     return StepGraphs(cache, cache.preset, sync)
+
+
+def device_of(model_or_config: Any) -> torch.device:
+    """The model's device, or the CPU for a config."""
+    parameters = model_or_config.parameters() if isinstance(model_or_config, torch.nn.Module) else ()
+    return next((x.device for x in parameters), torch.device("cpu"))
+
+
+def check_named(preset: Preset) -> None:
+    """Raises ValueError if a file could not say what the cache is made of."""
+    unnamed = [type(scheme).__name__ for scheme in preset.schemes if not scheme.name]
+    if unnamed:
+        raise ValueError(
+            f"scheme: {unnamed[0]} has no name under which a file could be read again; give the class a name "
+            "(CONTRIBUTING.md says how), or keep the cache with pickle."
+        )

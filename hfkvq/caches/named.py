@@ -14,6 +14,27 @@ from .schemes.preset import Preset
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+import contextlib
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from .base.capture import RECORDERS
+from .base.model_calls import intercept
+from .base.recorded import is_recorded
+from .layer_state.token_record import TokenRecord
+from .layers.transactions import Beside
+from .schemes.base import Scheme
+from .schemes.preset import get_preset
+from .store.packing import Packed
+from .tags import ImageTokens, Tagger
+from .tags.bit_table import BitTable
 
 
 class NamedCache(MixedKVCache):
@@ -34,7 +55,7 @@ class NamedCache(MixedKVCache):
 
     @classmethod
     def of_preset(cls, model_or_config: Any, preset: Preset, **options: Any) -> Self:
-        """See `SavedCache.of_preset`."""
+        """See `MixedKVCache.of_preset`."""
         own, knobs = get_scheme(cls.preset_name), preset.scheme.to_dict()
         if knobs.pop("scheme") != own.name:
             raise ValueError(f"it is of the scheme {preset.scheme.name}, and {cls.__name__} of {own.name}")
@@ -152,3 +173,295 @@ class ExpectedAttentionCache(NamedCache):
     """`MixedKVCache` that evicts by expected attention: it keeps what future queries are expected to attend to."""
 
     preset_name = "expected-attention"
+
+
+logger = logging.getLogger(__name__)
+
+Table = Mapping[str, int] | Iterable[tuple[str, int]] | BitTable | str | Path
+
+
+class _Hook:
+    """Shows a model's token ids to a cache, and holds neither. A copy of the model shows nothing to this cache."""
+
+    def __init__(self, cache: TriAxialCache | None = None) -> None:
+        self.cache = None if cache is None else weakref.ref(cache)
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_recorded():
+            # A graph cannot take notes: see `TriAxialCache.note_step`.
+            return
+        cache = None if self.cache is None else self.cache()
+        if cache is None or not any(x is cache for x in (kwargs.get("past_key_values"), *args)):
+            return
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        mask = kwargs.get("attention_mask")
+        if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
+            cache.arrive(ids, mask if isinstance(mask, Tensor) else None, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+class TriAxialCache(NamedCache):
+    """`MixedKVCache` with the TriAxialKV scheme: 2 or 4 bits per token, by turn, modality and role.
+
+    ``TriAxialCache(model, tokenizer)`` needs nothing else: the cache sees the token ids of every forward that it is
+    passed to, and the tokenizer's chat template says what they are. If it is made from the config
+    (``TriAxialCache(model.config, tokenizer)``), show it the conversation before each turn: ``cache.see(input_ids)``.
+    Until it has seen ids, everything gets 4 bits, and a warning says so once.
+
+    A token's bit width is fixed when the token is first sealed. What is stored does not change as the conversation goes
+    on and the token gets older. Generated tokens get 4 bits. With ``requantize_on_turn_end=True``, every prompt after
+    cached tokens tags all of them again, generated ones by what they turned out to be. Before the prompt is attended
+    to, whole pages of tokens that are now due 2 bits are quantized again; bits never rise. A prompt that is refused
+    changes nothing. If its forward fails later, the layers that it has passed stay requantized: no token is lost, and
+    the next prompt does the rest. This needs the ids of all cached tokens. Compiled steps do not show theirs, so after
+    them ``see`` the whole conversation before the next turn, or nothing is requantized.
+
+    A prompt that is passed to the model in several chunks is tagged chunk by chunk, as if each chunk ended the
+    conversation. ``see`` the whole prompt first, so that its turns are recognized.
+
+    Args:
+        model_or_config: the model, or its config.
+        tokenizer: the model's, with its chat template; for models that see images, the processor. Placeholders of
+            images and videos are recognized by the config and the processor.
+        tagger: a `hfkvq.caches.tags.Tagger`, instead of the tokenizer's.
+        table: bits of each tag: a mapping ``{"older|text|obs": 2}``, a `BitTable`, or the file of one, as ``hfkvq
+            allocate`` writes it. None takes the scheme's default.
+        **given: other knobs of the scheme (``hfkvq schemes triaxial`` lists them), and further arguments of
+            `MixedKVCache`.
+
+    Raises:
+        ValueError: neither tokenizer nor tagger, an unknown tag, or a table of another model or chat template.
+    """
+
+    preset_name = "triaxial"
+
+    def __init__(
+        self,
+        model_or_config: Any,
+        tokenizer: Any = None,
+        *,
+        tagger: Tagger | None = None,
+        table: Table | None = None,
+        **given: Any,
+    ) -> None:
+        if tokenizer is None and tagger is None:
+            raise ValueError(
+                "tokenizer: got None, but roles and turns are read from token ids; pass the model's tokenizer, or "
+                "tagger=Tagger.from_tokenizer(tokenizer)."
+            )
+        config = getattr(model_or_config, "config", model_or_config)
+        self.images = ImageTokens.of(config)
+        if isinstance(table, (str, Path)):
+            table = BitTable.load(table)
+        if isinstance(table, BitTable):
+            table.check(config, tokenizer)
+            table = table.bits
+        if table is not None:
+            given["table"] = table
+        if tagger is None:
+            tagger = Tagger.from_tokenizer(tokenizer, config=config)
+        super().__init__(model_or_config, **given)
+        needs = [layer.scheme.needs for layer in self.compressed_layers]
+        self.tokens = TokenRecord(tagger, any("turns" in own for own in needs), sum("tags" in own for own in needs))
+        for layer in self.compressed_layers:
+            if layer.tags is not None:
+                layer.tags.record = self.tokens
+        self._warned = False
+
+    def _meet(self, model: torch.nn.Module) -> None:
+        """Reads the token ids of the model's forwards from now on, those that are given this cache.
+
+        Neither keeps the other alive.
+        """
+        if self._model is None or self._model() is not model:
+            self._watch(model)
+        super()._meet(model)
+
+    def _watch(self, model: torch.nn.Module) -> None:
+        handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
+        weakref.finalize(self, handle.remove)
+
+    def note_step(self, input_ids: Tensor | None) -> None:
+        """See `MixedKVCache.note_step`: the ids of generated tokens, which the next prompt's tags depend on."""
+        if input_ids is not None and input_ids.dim() == 2:
+            self.tokens.note_step(input_ids, self.compressed_layers[0].get_seq_length())
+
+    @property
+    def _seen(self) -> int:
+        self._catch_up()
+        layers = self.compressed_layers
+        return layers[0].get_seq_length() if layers else self.get_seq_length()
+
+    def see(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> None:
+        """Shows the cache the conversation before the model gets its newest part.
+
+        This is needed if the cache was made from a config, or if the model gets embeddings or chunks of a prompt.
+        Cached tokens whose ids were not shown before become known. A processor's output can be passed as it is:
+        ``cache.see(**processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt"))``.
+
+        Args:
+            input_ids: (B, n), all tokens of the conversation, including the cached ones.
+            attention_mask: (B, n), 0 at padding, or None.
+            **inputs: the rest of the processor's output. The number of image placeholders is checked against it, see
+                `hfkvq.caches.tags.ImageTokens`; nothing of it is kept.
+
+        Raises:
+            ValueError: another shape, no more tokens than are cached, tokens that differ from the cached ones, or
+                images whose placeholders were not expanded. Nothing is changed then.
+        """
+        seen, layers = self._seen, self.compressed_layers
+        held = layers[0].batch_size if seen and layers else input_ids.shape[0]
+        if input_ids.dim() != 2 or input_ids.is_floating_point():
+            raise ValueError(
+                f"input_ids: got {input_ids.dtype} of {tuple(input_ids.shape)}, allowed token ids (batch, tokens)."
+            )
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask: got {tuple(attention_mask.shape)}, allowed the shape of input_ids, "
+                f"{tuple(input_ids.shape)}."
+            )
+        if input_ids.shape[0] != held:
+            raise ValueError(f"input_ids: got {input_ids.shape[0]} rows, but the cache holds {held}.")
+        if input_ids.shape[1] <= seen:
+            raise ValueError(
+                f"input_ids: got {input_ids.shape[1]} tokens, but {seen} are cached; pass all tokens of the "
+                "conversation, both the cached ones and the new ones."
+            )
+        self.images.check(input_ids, inputs)
+        self.tokens.expect(input_ids, attention_mask, seen)
+
+    def arrive(self, ids: Tensor, mask: Tensor | None = None, inputs: Mapping[str, Any] | None = None) -> None:
+        """Takes note of what the model is about to be given; the model's hook calls this.
+
+        Args:
+            ids: (B, t), the new tokens.
+            mask: (B, seen + t), 0 at padding, or None.
+            inputs: all that the model is given, pixels of images among it.
+
+        Raises:
+            ValueError: other tokens than `see` was shown, or images whose placeholders nobody has expanded. Nothing is
+                changed then.
+        """
+        seen = self._seen
+        layers = self.compressed_layers
+        if not layers or (seen and ids.shape[0] != layers[0].batch_size):
+            # There is nothing to give widths to, or more rows than there are, which the layers refuse themselves.
+            return
+        recording = any(layer.record_past for layer in layers)
+        if seen and (ids.shape[1] == 1 or recording):
+            # One token, or a few that are guessed (assisted decoding): generated.
+            self.tokens.note_step(ids, seen)
+        else:
+            self.images.check(ids, inputs or {})
+            self.tokens.tag_prompt(ids, mask, seen)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See `MixedKVCache.update`."""
+        if is_recorded():
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if not self._warned and not self.tokens.length and key_states.shape[2] > 1:
+            self._warned = True
+            logger.warning(
+                "TriAxialCache was not shown any token ids, so everything is held in 4 bits: make it with the model "
+                "itself, TriAxialCache(model, tokenizer), or call cache.see(input_ids) before the model."
+            )
+        if self.tokens.expected and not self._seen:
+            # Where no hook shows the forward: beams come as several rows of what was shown.
+            self.tokens.begin(key_states.shape[0])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _beside(self, verb: str, given: Any = None) -> Beside:
+        """The record of tokens changes with the layers."""
+        record = self.tokens
+        acts: dict[str, Callable[[], None]] = {
+            # Layers must know first how many tokens are left.
+            "crop": lambda: record.crop(self._seen),
+            "reorder_cache": lambda: record.take_rows(given),
+            "batch_repeat_interleave": lambda: record.repeat_rows(given),
+            "batch_select_indices": lambda: record.take_rows(given),
+            "reset": record.clear,
+        }
+        return [(record, acts[verb])]
+
+    def _packed_beside(self) -> dict[str, Packed]:
+        return {"tokens": self.tokens.pack()}
+
+    def _unpack_beside(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        held = {key: tensors[f"tokens.{key}"] for key in ("ids", "tags") if f"tokens.{key}" in tensors}
+        self.tokens.unpack(found["tokens"], held)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TriAxialCache:
+        """Independent layers and tokens, which the same model shows its ids; config and scheme are shared."""
+        new = super().__deepcopy__(memo)
+        assert isinstance(new, TriAxialCache)
+        new.tokens = copy.deepcopy(self.tokens, memo)
+        model = None if self._model is None else self._model()
+        if model is not None:
+            new._watch(model)
+        return new
+
+
+def make_cache(
+    model: Any,
+    what: Preset | Scheme | str | Path | Mapping[str, Any] | None,
+    tokenizer: Any = None,
+    tagger: Tagger | None = None,
+) -> Cache:
+    """An empty cache.
+
+    Args:
+        model: that is to use it; below an adapter, if it has one.
+        what: see `get_preset`; None is Transformers' own cache.
+        tokenizer: the model's, for schemes that read roles from token ids.
+        tagger: in its place; make one and use it for many caches.
+
+    Raises:
+        ValueError: see `MixedKVCache`; a scheme that needs tags, and neither tokenizer nor tagger.
+    """
+    if what is None:
+        return DynamicCache(config=model.config.get_text_config(decoder=True))
+    preset = get_preset(what)
+    if "tags" in preset.needs:
+        return TriAxialCache.of_preset(model, preset, tokenizer=tokenizer, tagger=tagger)
+    return MixedKVCache(model, preset)
+
+
+@contextlib.contextmanager
+def captured_draft(model: torch.nn.Module) -> Iterator[None]:
+    """Has a draft model's steps captured in assisted decoding, over pages of 16 bits.
+
+    ``with captured_draft(draft): model.generate(**inputs, past_key_values=cache, assistant_model=draft)``. Within the
+    context every empty `DynamicCache` that the draft is given is replaced, as `generate` makes one for it. Nothing is
+    replaced where steps are not captured (on a CPU), nor for models whose layers no page can hold.
+
+    Args:
+        model: that drafts.
+    """
+
+    def replaced(own: Any) -> Any:
+        if type(own) is not DynamicCache or own.get_seq_length():
+            return own
+        cache = MixedKVCache(model, "full")
+        # Drafts are taken back.
+        cache.activate_past_recording()
+        return cache
+
+    interceptor = intercept(model) if next(model.parameters()).device.type in RECORDERS else None
+    try:
+        MixedKVCache(model, "full", attach=False)
+    except ValueError:
+        interceptor = None
+    if interceptor is not None:
+        interceptor.replace_caches(replaced)
+    try:
+        yield
+    finally:
+        if interceptor is not None:
+            interceptor.replace_caches(None)

@@ -16,18 +16,16 @@ from torch import Tensor
 from hfkvq.bounded import DAMAGE
 from hfkvq.kernels.decode import START
 
+from . import cache_file as files
 from .base.inference_mode import lasting
-from .cache import MixedKVCache
-from .files import prefix_files as files
-from .files.cache_file import THREADS, checksum, digest_of
-from .files.prefix_files import Missing, path_of
-from .files.prefix_pages import PAGES, Pieces, cut_pages, first_border, gives_back, join_pages, packed_at, sinks_of
-from .files.saved import device_of
+from .cache import MixedKVCache, device_of
+from .cache_file import THREADS, Missing, checksum, digest_of, path_of
 from .layer_state.smoothing import digest_of_model, is_smoothed_by
+from .named import TriAxialCache
+from .prefix_pages import PAGES, Pieces, cut_pages, first_border, gives_back, join_pages, packed_at, sinks_of
 from .schemes.base import Scheme
 from .schemes.preset import Preset, get_preset
 from .tags import placeholders
-from .triaxial import TriAxialCache
 
 _SAMPLES = 64
 

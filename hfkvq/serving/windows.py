@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hfkvq import kernels
 from hfkvq.caches.layer_state.query_statistics import QueryStatistics
-from hfkvq.caches.steps.buffer_plan import sealing_rules
+from hfkvq.caches.steps.step_buffer import sealing_rules
 from hfkvq.caches.store import KVStore, Ragged, StoreState
 from hfkvq.caches.store.row_lengths import RowState
 from hfkvq.kernels.arguments import AttentionArguments

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from hfkvq.caches.make import make_cache
+from hfkvq.caches.named import make_cache
 from hfkvq.caches.schemes.preset import Preset
 from hfkvq.measure.divergence.intervals import mean_interval
 from hfkvq.measure.divergence.measurement import measure

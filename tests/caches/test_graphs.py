@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import CompileConfig, DynamicCache
 
 from hfkvq import MixedKVCache, TriAxialCache, captured_draft, get_scheme
+from hfkvq.caches import step_graphs
 from hfkvq.caches.attention import dense
 from hfkvq.caches.base import capture
-from hfkvq.caches.graphs import step_graphs
 from hfkvq.caches.steps import step_buffer
 from hfkvq.caches.steps.step_buffer import StepBuffer
 from tests.caches.driver import small

@@ -13,7 +13,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 from evals.families import build, families
 from hfkvq import MixedKVCache, PrefixStore
-from hfkvq.caches.files import cache_file
+from hfkvq.caches import cache_file
 from hfkvq.caches.layers import HybridLayer, KVLayer, RecurrentLayer
 from hfkvq.caches.steps import step_buffer
 from hfkvq.tuning.fit import cache_bytes

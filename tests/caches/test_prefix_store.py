@@ -18,7 +18,7 @@ import torch
 from transformers import DynamicCache
 
 from hfkvq import MixedKVCache, PrefixStore, get_scheme
-from hfkvq.caches.files import cache_file, prefix_files, prefix_pages
+from hfkvq.caches import cache_file, prefix_pages
 from hfkvq.caches.prefix_store import weights_hash
 from tests.caches.driver import small
 from tests.caches.models import build, prompt
@@ -337,7 +337,7 @@ def test_damaged_files_are_not_found_and_go(which, damage, model, store, caplog)
 def own_page(store):
     """A page that the shorter prompt does not have."""
     short = next(x for x in the(store)[0] if x.name.startswith("40-"))
-    needed = prefix_files.read(short)[0]["pages"]
+    needed = cache_file.read(short)[0]["pages"]
     return next(x for x in the(store)[1] if x.name.removesuffix(".safetensors") not in needed)
 
 
@@ -354,9 +354,9 @@ def test_files_that_say_something_else(model, store):
         store.put(cache, ids)
         assert store.match(longer).tokens == 70
         ((end,), _) = the(store)
-        about, rest = prefix_files.read(end)
+        about, rest = cache_file.read(end)
         change(about)
-        prefix_files.write(end, about, rest)
+        cache_file.write(end, about, rest)
         assert store.match(longer).tokens == 0
         assert not end.exists()
 
@@ -388,8 +388,8 @@ def test_pages_of_another_layout(which, change, model, tmp_path):
     store.put(filled_with(model, ids), ids)
     ends, pages = the(store)
     page = sorted(pages, key=lambda path: int(path.name.split("-")[0]))[which]
-    about, tensors = prefix_files.read(page)
-    prefix_files.write(page, {"layout": json.dumps(change(json.loads(about["layout"])))}, tensors)
+    about, tensors = cache_file.read(page)
+    cache_file.write(page, {"layout": json.dumps(change(json.loads(about["layout"])))}, tensors)
     loaded, known = store.match(torch.cat([ids, ids], 1))
     assert known in (0, 16 * which)
     assert loaded.get_seq_length() == known

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from hfkvq import KittyCache, MixedKVCache, TriAxialCache
-from hfkvq.caches.files import cache_file
+from hfkvq.caches import cache_file
 from hfkvq.caches.tags import parse_tag
 from tests.caches.driver import small
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401

@@ -1,7 +1,7 @@
 """Recorded steps: their definition, and the test of a running forward.
 
 A recorded step runs once in Python and then again and again without it: as a compiled graph of `torch.compile`, or as
-a CUDA graph (see `hfkvq.caches.graphs.step_graphs`). So it may use nothing that the host knows of lengths: layers
+a CUDA graph (see `hfkvq.caches.step_graphs`). So it may use nothing that the host knows of lengths: layers
 answer with numbers on the device, masks are of one shape, and attention is one operation a layer over the layer's
 buffer.
 """

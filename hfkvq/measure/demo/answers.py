@@ -14,7 +14,7 @@ from transformers import Cache, GenerationConfig, LogitsProcessor, LogitsProcess
 from transformers.cache_utils import DynamicLayer
 
 from hfkvq.caches.cache import MixedKVCache
-from hfkvq.caches.make import make_cache as make
+from hfkvq.caches.named import make_cache as make
 from hfkvq.caches.schemes.base import Scheme
 
 from ..records import clock

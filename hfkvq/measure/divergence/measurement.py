@@ -18,7 +18,7 @@ from hfkvq.caches.attention.dense import WITHOUT_CUDNN
 from hfkvq.caches.attention.interface import NAME
 from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.compile import compile_ahead
-from hfkvq.caches.make import make_cache
+from hfkvq.caches.named import make_cache
 from hfkvq.caches.schemes.base import Scheme
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.kernels.step import MAX_STEP

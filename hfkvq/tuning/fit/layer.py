@@ -17,8 +17,7 @@ from hfkvq.caches.layer_state.token_record import TokenRecord
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.schemes.base import UNTAGGED, Scheme
 from hfkvq.caches.schemes.eviction import TieredEviction, TokenEviction
-from hfkvq.caches.steps.buffer_plan import make_plan
-from hfkvq.caches.steps.step_buffer import room_ahead
+from hfkvq.caches.steps.step_buffer import make_plan, room_ahead
 from hfkvq.caches.store import MAX_STEP, SIDES, KVStore
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.step import buffer_bytes

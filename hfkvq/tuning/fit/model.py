@@ -11,12 +11,12 @@ import torch
 
 from hfkvq.caches.base.model_config import queries_per_head
 from hfkvq.caches.cache import MixedKVCache
-from hfkvq.caches.graphs.step_graphs import wanted
 from hfkvq.caches.layer_state.token_record import room_for_columns
 from hfkvq.caches.schemes.base import Scheme
 from hfkvq.caches.schemes.eviction import TokenEviction
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.caches.schemes.sliding_window import in_window
+from hfkvq.caches.step_graphs import graphs_enabled
 from hfkvq.measure.models.outline import Outline, outline
 from hfkvq.sizes import parse_size
 
@@ -97,7 +97,7 @@ def cache_bytes(
     chosen = get_preset(preset)
     buffered, captured = _kind_of_steps(model, chosen)
     ahead = headroom if buffered else None
-    come = Arrival(context - generated, generated, chunk, narrow, ahead, captured and wanted(graphs))
+    come = Arrival(context - generated, generated, chunk, narrow, ahead, captured and graphs_enabled(graphs))
     held, share = model.stock_bytes(batch, context, size), queries_per_head(model.text)
     schemes = chosen.by_layer(len(model.layers))
     places = _places(schemes, context)

@@ -16,11 +16,11 @@ from hfkvq.bounded import parse_json
 from hfkvq.kernels.decode import RUNS
 from hfkvq.kernels.step import MAX_STEP
 
-from ..layers.layer import KVLayer
-from ..store import KVStore
-from ..store.packing import Packed
+from .cache import MixedKVCache
 from .cache_file import THREADS
-from .saved import SavedCache
+from .layers.layer import KVLayer
+from .store import KVStore
+from .store.packing import Packed
 
 Tensors = dict[str, Tensor]
 
@@ -91,7 +91,7 @@ class Pieces:
             yield from zip((view[group.start : group.stop] for view in views), there, strict=True)
 
 
-def cut_pages(cache: SavedCache, tensors: Mapping[str, Tensor]) -> tuple[list[Pieces], Tensors]:
+def cut_pages(cache: MixedKVCache, tensors: Mapping[str, Tensor]) -> tuple[list[Pieces], Tensors]:
     """Full pages, and everything else.
 
     Args:
@@ -215,7 +215,7 @@ def _dim(name: str) -> int:
 # Borders of pages, at which some caches could have stopped just as well.
 
 
-def first_border(cache: SavedCache) -> tuple[int, int] | None:
+def first_border(cache: MixedKVCache) -> tuple[int, int] | None:
     """Tokens before the first page, and tokens of a piece, where any number of full pages is a cache of its own.
 
     So it is where no token is kept whole for being new, and nothing but its own tokens decides what a page holds.
@@ -231,7 +231,7 @@ def first_border(cache: SavedCache) -> tuple[int, int] | None:
     return sinks.pop(), math.lcm(*(_unit(layer.held(), 0) for layer in layers))
 
 
-def _in_pages_alone(cache: SavedCache) -> bool:
+def _in_pages_alone(cache: MixedKVCache) -> bool:
     """True if nothing is held but pages: recurrent states are of the last token alone, and cannot be taken back."""
     return len(cache.compressed_layers) == len(cache.layers) and not cache.states.layers
 
@@ -275,7 +275,7 @@ def _tail(sink: Tensor) -> Tensor:
     return sink.new_zeros(*sink.shape[:2], MAX_STEP, sink.shape[3])
 
 
-def gives_back(cache: SavedCache) -> bool:
+def gives_back(cache: MixedKVCache) -> bool:
     """True if the newest token can be taken back without loss: it was not quantized together with others.
 
     Its query stays among those that weigh channels; evictions and tags that it had a say in cannot be undone.

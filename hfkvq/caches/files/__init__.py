@@ -1,1 +1,0 @@
-"""Files of caches, and the folder of computed prompts."""
