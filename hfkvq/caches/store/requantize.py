@@ -344,7 +344,7 @@ def requantized(
             counters[RUNS + 2 * i + at] = move.kept + move.new
     sealed = [[sum(row) for row in zip(*kept[at], *new[at], strict=True)] for at in (0, 1)]
     rows = [RowState(*row) for row in zip(length, *sealed, strict=True)]
-    moves: dict[str, Any] = {"counters": counters, "runs": views, "states": frozenset(rows)}
+    changes: dict[str, Any] = {"counters": counters, "runs": views, "states": frozenset(rows)}
     if forgets:
         windows = list(state.windows)
         for at, side in enumerate(SIDES):
@@ -352,13 +352,13 @@ def requantized(
                 windows[at] = _sink(state, plan, side)
             need = max(row.length - sink - count for row, count in zip(rows, sealed[at], strict=True))
             windows[2 + at] = _tail(state, plan, side, moves[side], need)
-        moves |= {"windows": windows, "dropped": state.dropped + plan.gone}
+        changes |= {"windows": windows, "dropped": state.dropped + plan.gone}
     done = state.replace(
         # Room of the last run.
         None if form.ordered else max(held[-1]),
         host_counters=None,
         settled=max(state.settled, *last),
-        **moves,
+        **changes,
     )
     return Requantized(done, rows, held)
 
