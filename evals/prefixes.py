@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hfkvq.caches import Scheme
-from hfkvq.caches.schemes.layout import Layout, SideLayout
+from hfkvq.caches.schemes.base import Layout, SideLayout
 from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.kernels import hadamard
 from hfkvq.kernels.dispatch import reference

@@ -14,7 +14,7 @@ import hfkvq
 from hfkvq import caches
 from hfkvq.caches import get_scheme, list_schemes
 from hfkvq.caches.cache import DEFAULT_SCHEME
-from hfkvq.caches.schemes import registry
+from hfkvq.caches.schemes import base
 from hfkvq.cli import app
 from hfkvq.measure.presets import schemes_markdown
 
@@ -117,7 +117,7 @@ def test_decisions_are_dated_and_short():
 
 
 def test_the_schemes_of_contributing_run_as_they_stand(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(registry, "_PRESETS", dict(registry._PRESETS))
+    monkeypatch.setattr(base, "_PRESETS", dict(base._PRESETS))
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     code = "\n\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     path = tmp_path / "example.py"
@@ -130,7 +130,7 @@ def test_the_schemes_of_contributing_run_as_they_stand(tmp_path, monkeypatch, ca
     assert done["cache"].layers[0].evicted
     assert int(done["cache"].layers[0].store.counters[1].max()) <= 32
     assert get_scheme("lean-2") == done["Lean"](bits=2)
-    assert "lean" in registry.listed("demo")
+    assert "lean" in base.listed("demo")
     assert "| `lean-2` | The same in 2 bits. |" in schemes_markdown()
 
 

@@ -18,13 +18,12 @@ from hfkvq.version import __version__
 
 from .attention.interface import register
 from .attention.mla import pass_over
+from .base import outside_inference_mode, warn_once
 from .base.capture import RECORDERS
 from .base.config_switch import NAME, join, restore, switch
-from .base.inference_mode import lasting
 from .base.model_calls import CallInterceptor, intercept, is_inside_call
 from .base.model_config import head_dim_of, stock_layers, text_config
 from .base.recorded import is_captured, is_recorded
-from .base.warn_once import say_once
 from .cache_file import read_file, write_file
 from .compile import compile_kernels
 from .layer_state.base import uneven
@@ -62,7 +61,7 @@ def allocate(layers: Iterable[KVLayer], keys: Tensor, values: Tensor) -> None:
 @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
 def update_outside(cache: Any, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
     """An update of a cache that grows, by a compiled model: plain tensors, since its compiler follows no handles."""
-    say_once(
+    warn_once(
         "A compiled model dequantizes a growing cache in each step, which is correct but slow; make the cache with "
         "max_cache_len, or do not compile the model."
     )
@@ -78,7 +77,7 @@ class MixedKVCache(Cache):
 
     Use it as ``model.generate(**inputs, past_key_values=MixedKVCache(model, "kitty-pro"))``. The scheme decides
     how attention layers are stored in pages, also in layers that combine attention with Mamba. Layers with a sliding
-    window use a ring of pages (in 16 bits where the window is short, see `hfkvq.caches.schemes.sliding_window`).
+    window use a ring of pages (in 16 bits where the window is short, see `hfkvq.caches.layers.build`).
     Recurrent states are not compressed.
 
     By default the constructor sets the config's attention implementation to "hfkvq", which attends to the pages. Other
@@ -285,7 +284,7 @@ class MixedKVCache(Cache):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._why_not_captured is not None and key_states.is_cuda and key_states.shape[2] == 1:
             why, self._why_not_captured = self._why_not_captured, None
-            say_once(f"{self.preset.scheme.name}: steps are not captured, since {why}; they run without graphs.")
+            warn_once(f"{self.preset.scheme.name}: steps are not captured, since {why}; they run without graphs.")
         if self._crosses and layer_idx == self._updated and len(self.layers) > 1:
             raise _refuse_bare(self)
         if layer_idx == self._first:
@@ -620,7 +619,7 @@ class MixedKVCache(Cache):
             raise ValueError(f"path: {path} cannot be loaded: {reason}{other}.") from error
         return made
 
-    @lasting
+    @outside_inference_mode
     def unpack(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Gives an empty cache of the same preset and model what another one has `packed`; it takes tensors over.
 
@@ -711,7 +710,7 @@ def _warn_of_unknown_model(cache: MixedKVCache, device: torch.device) -> None:
         lost.append("keys are smoothed by the first prompt's")
     if lost:
         name = type(cache).__name__
-        say_once(
+        warn_once(
             f"{name}: the cache does not know the model that calls it, so {' and '.join(lost)}; make it with "
             f"{name}(model, ...), or call cache.attach(model)."
         )

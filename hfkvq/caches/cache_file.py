@@ -23,7 +23,7 @@ from torch import Tensor
 from hfkvq.bounded import DAMAGE, parse_json
 from hfkvq.version import __version__
 
-from .base.inference_mode import lasting
+from .base import outside_inference_mode
 
 KIND, VERSION = "hfkvq cache", 5
 """Kind and format version of a file; a file of another version is refused."""
@@ -83,7 +83,7 @@ def write_file(
     return size
 
 
-@lasting
+@outside_inference_mode
 def read_file(path: str | Path, device: torch.device = CPU) -> tuple[Any, dict[str, Tensor]]:
     """Description and tensors, each in memory of its own, of a file that `write_file` wrote.
 

@@ -15,10 +15,9 @@ from hfkvq.kernels.step import StepPlan
 
 from .base.model_config import attention_shape, latent_dims, stock_layers, text_config, windows_of
 from .layers import KVLayer, PaddingReader
-from .layers.build import is_held_in_pages
+from .layers.build import in_window, is_held_in_pages
 from .schemes.base import Scheme, latent_layout
 from .schemes.preset import Preset
-from .schemes.sliding_window import in_window
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ def layer_plan(scheme: Scheme, shape: LayerShape, dtype: torch.dtype, several: b
 
     Args:
         scheme: of the layer; a window may take 16-bit pages instead, see
-        `hfkvq.caches.schemes.sliding_window.in_window`. shape: of the layer.
+        `hfkvq.caches.layers.build.in_window`. shape: of the layer.
         dtype: of the model.
         several: whether steps may have several tokens, which may be taken back.
 

@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from .base.capture import RECORDERS
 from .base.model_calls import intercept
 from .base.recorded import is_recorded
-from .layer_state.token_record import TokenRecord
+from .layer_state.tags import TokenRecord
 from .layers.transactions import Beside
 from .schemes.base import Scheme
 from .schemes.preset import get_preset

@@ -21,10 +21,10 @@ from torch.nn.modules import module as torch_module
 from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.step import MAX_STEP, Ahead, Allocation, buffer_bytes, copied_runs
 
+from .base import warn_once
 from .base.capture import RECORDERS
 from .base.model_calls import CallInterceptor, forward_parameters, inside_call
 from .base.recorded import recording
-from .base.warn_once import say_once
 from .layer_state.base import ROLLBACK
 from .layer_state.group import DeviceSync
 from .layers.recurrent import StatePlaces
@@ -228,7 +228,9 @@ class Placement:
                     raise
                 for buffer in buffers:
                     buffer.leave()
-                say_once("There is not enough memory for the buffers of captured steps; this step runs without graphs.")
+                warn_once(
+                    "There is not enough memory for the buffers of captured steps; this step runs without graphs."
+                )
                 return None
         lost = any(buffer.tensor is None for buffer in buffers) or len({buffer.room for buffer in buffers}) > 1
         return None if lost else BufferSet(buffers, self.states.tensors())
@@ -330,7 +332,7 @@ class StepGraphs:
         self.placement.states.check()
         step = self._read(model, args, kwargs, cache.attached)
         if isinstance(step, str):
-            say_once(f"{type(model).__name__}: steps are not captured, since {step}; they run without graphs.")
+            warn_once(f"{type(model).__name__}: steps are not captured, since {step}; they run without graphs.")
         if isinstance(step, Step):
             with _LOCK:
                 done, out = self._run(model, interceptor, cache, step)
@@ -475,7 +477,7 @@ class StepGraphs:
 
     def _give_up(self, model: Any, kind: Any, reason: str) -> None:
         self._failed[kind] = reason
-        say_once(f"{type(model).__name__}: steps are not captured, since {reason}; they run without graphs.")
+        warn_once(f"{type(model).__name__}: steps are not captured, since {reason}; they run without graphs.")
 
     def _first(self, model: Any, cache: CapturableCache, tensors: dict[str, Tensor], step: Step) -> Any:
         """A step in Python, over the buffers: what graphs need is compiled and loaded by it."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfkvq.caches.base.spelling import split_knobs
 from hfkvq.caches.compile import compile_ahead, shapes_of
+from hfkvq.caches.schemes.base import split_knobs
 from hfkvq.caches.schemes.preset import Preset
 
 from .demo.answers import answer, make_cache, texts

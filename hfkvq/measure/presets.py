@@ -16,10 +16,20 @@ from rich.text import Text
 
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.named import NamedCache
-from hfkvq.caches.schemes.base import Layout, Limits, Scheme, SideLayout, get_scheme, list_schemes
+from hfkvq.caches.schemes.base import (
+    Entry,
+    Layout,
+    Limits,
+    Scheme,
+    SideLayout,
+    entry_of,
+    get_scheme,
+    in_order,
+    list_schemes,
+    presets,
+)
 from hfkvq.caches.schemes.eviction import EvictionScheme, TokenEviction
 from hfkvq.caches.schemes.preset import Preset
-from hfkvq.caches.schemes.registry import Entry, entry_of, in_order, presets
 from hfkvq.kernels.pages import PageFormat, Side
 
 from .figures import figure, figures

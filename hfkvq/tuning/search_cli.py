@@ -40,7 +40,7 @@ def parse_ranges(texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: neither.
     """
-    from hfkvq.caches.base.spelling import parse_value
+    from hfkvq.caches.schemes.base import parse_value
 
     found: dict[str, Any] = {}
     for text in texts:

@@ -10,7 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfkvq.caches.base import capture, warn_once
+from hfkvq.caches import base
+from hfkvq.caches.base import capture
 from hfkvq.caches.base.model_calls import inside_call
 from hfkvq.caches.base.recorded import recording
 
@@ -109,9 +110,9 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[TapeGraph]]:
     """Steps on the CPU are replayed from a tape; how many were taken is counted."""
     monkeypatch.setitem(capture.RECORDERS, "cpu", TapeGraph)
     TapeGraph.made = 0
-    warn_once.say_once.cache_clear()
+    base.warn_once.cache_clear()
     yield TapeGraph
-    warn_once.say_once.cache_clear()
+    base.warn_once.cache_clear()
 
 
 @pytest.fixture
@@ -119,6 +120,6 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PythonGraph]]:
     """Steps on the CPU are captured; how often is counted."""
     monkeypatch.setitem(capture.RECORDERS, "cpu", PythonGraph)
     PythonGraph.made, PythonGraph.failing = 0, False
-    warn_once.say_once.cache_clear()
+    base.warn_once.cache_clear()
     yield PythonGraph
-    warn_once.say_once.cache_clear()
+    base.warn_once.cache_clear()

@@ -13,7 +13,7 @@ import torch
 
 from hfkvq import MixedKVCache, get_scheme, list_schemes
 from hfkvq.caches.layers import ROLLBACK
-from hfkvq.caches.schemes import registry
+from hfkvq.caches.schemes import base
 from hfkvq.caches.schemes.base import Layout, Scheme, SideLayout, knob
 from hfkvq.caches.schemes.eviction import TokenEviction
 from hfkvq.kernels import PageFormat
@@ -991,7 +991,7 @@ class Alternating(Scheme):
 @pytest.fixture
 def alternating(monkeypatch):
     """The toy scheme under a name, gone again after the test."""
-    monkeypatch.setattr(registry, "_PRESETS", dict(registry._PRESETS))
+    monkeypatch.setattr(base, "_PRESETS", dict(base._PRESETS))
 
     class Named(Alternating):
         """See `Alternating`."""

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from hfkvq import Scheme, get_scheme, list_schemes
-from hfkvq.caches.eviction.prompt_selection import choose
-from hfkvq.caches.schemes import H2O, TOVA, ExpectedAttention, PyramidKV, SnapKV, StreamingLLM, registry
+from hfkvq.caches.eviction.evictor import choose
+from hfkvq.caches.schemes import H2O, TOVA, ExpectedAttention, PyramidKV, SnapKV, StreamingLLM, base
 from hfkvq.caches.schemes import score_inputs as evidence_module
 from hfkvq.caches.schemes.base import Limits, warn_of_limits
 from hfkvq.caches.schemes.eviction import EvictionScheme, TokenEviction
@@ -427,12 +427,12 @@ class TestContract:
         evicting = {name for name, scheme in list_schemes().items() if scheme.evicts}
         assert {cls.name for cls in SIX} | {"arkv"} <= evicting
         assert not evicting & {"full", "kitty-pro", "triaxial"}
-        assert registry.entry_of("snapkv")[1].group == "eviction"
+        assert base.entry_of("snapkv")[1].group == "eviction"
 
 
 def test_a_scheme_of_a_users_own(monkeypatch):
     """A score in a line; and who writes it is told, as a warning, what steps lose by its choices."""
-    monkeypatch.setattr(registry, "_PRESETS", dict(registry._PRESETS))
+    monkeypatch.setattr(base, "_PRESETS", dict(base._PRESETS))
 
     @dataclass(frozen=True, kw_only=True)
     class SmallKeys(TokenEviction):

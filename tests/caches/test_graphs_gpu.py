@@ -11,7 +11,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.caches.base import capture, warn_once
+from hfkvq.caches import base
+from hfkvq.caches.base import capture
 from tests.caches import vision
 from tests.caches.driver import distinct
 from tests.caches.test_generate import MODES
@@ -56,7 +57,7 @@ def made(monkeypatch):
             count.append(self)
 
     monkeypatch.setitem(capture.RECORDERS, "cuda", Counted)
-    warn_once.say_once.cache_clear()
+    base.warn_once.cache_clear()
     return count
 
 

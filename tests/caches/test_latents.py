@@ -13,8 +13,8 @@ from transformers import DynamicCache
 from evals.families import build as build_family
 from evals.families import families
 from hfkvq import MixedKVCache, get_scheme
+from hfkvq.caches import base
 from hfkvq.caches.attention import mla
-from hfkvq.caches.base import warn_once
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
 from tests.caches.test_generate import MODES, forwards
@@ -184,7 +184,7 @@ class _Wrapped(nn.Module):
 @pytest.mark.parametrize("how", ["wrapped", "hooked", "biased"])
 def test_matrices_that_cannot_be_read(how, attended, caplog):
     """They are made from unit vectors, which is said once."""
-    warn_once.say_once.cache_clear()
+    base.warn_once.cache_clear()
     model = build("deepseek-v3")
     for module in model.modules():
         if hasattr(module, "kv_b_proj"):
@@ -201,7 +201,7 @@ def test_matrices_that_cannot_be_read(how, attended, caplog):
 
 
 def test_other_schemes_are_dequantized_and_say_so(caplog, attended):
-    warn_once.say_once.cache_clear()
+    base.warn_once.cache_clear()
     model, ids = build("deepseek-v3"), prompt(1, 40)
     cache = MixedKVCache(model, get_scheme("kitty", page_size=16, sink_length=4, local_length=16))
     assert (

@@ -7,7 +7,7 @@ import pytest
 
 import hfkvq
 from hfkvq.caches.named import NamedCache
-from hfkvq.caches.schemes.registry import entry_of, presets
+from hfkvq.caches.schemes.base import entry_of, presets
 from hfkvq.measure.presets import knob_texts
 from tests.caches.models import config
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hfkvq import MixedKVCache, get_scheme, list_schemes
-from hfkvq.caches.base.warn_once import say_once
+from hfkvq.caches.base import warn_once
 from hfkvq.caches.layer_state import smoothing
 from hfkvq.caches.schemes.eviction import TokenEviction
 from tests.caches.outliers import (
@@ -68,7 +68,7 @@ SMOOTHED = ["saw-int4", "saw-int4-kv", "int4", "triaxial", f"arkv-quant:window=1
 @pytest.fixture(autouse=True)
 def _said_again(monkeypatch):
     monkeypatch.setattr(smoothing, "_JUDGED", weakref.WeakKeyDictionary())
-    say_once.cache_clear()
+    warn_once.cache_clear()
 
 
 def loss(kind, scheme, caplog, **options):

@@ -18,7 +18,7 @@ import torch
 from transformers import DynamicCache
 
 from hfkvq import MixedKVCache, PrefixStore, get_scheme
-from hfkvq.caches import cache_file, prefix_pages
+from hfkvq.caches import cache_file, prefix_store
 from hfkvq.caches.prefix_store import weights_hash
 from tests.caches.driver import small
 from tests.caches.models import build, prompt
@@ -86,7 +86,7 @@ def test_files_of_the_same_prompt_are_equal(name, model, tmp_path, monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_pages_that_are_moved_in_several_groups(name, group, device, model, tmp_path, monkeypatch):
     """One by one, or a few at a time; every layer has memory of its own afterwards."""
-    monkeypatch.setattr(prefix_pages, "_GROUP_BYTES", group)
+    monkeypatch.setattr(prefix_store, "_GROUP_BYTES", group)
     scheme, ids = small(name), prompt(1, 300)
     cache = filled_with(model, ids, scheme)
     PrefixStore(tmp_path / "store", model, scheme).put(cache, ids)

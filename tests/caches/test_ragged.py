@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hfkvq.caches.store import SIDES, KVStore, Ragged
-from hfkvq.caches.store.growth import grow
+from hfkvq.caches.store.windows import grow
 from tests.caches.driver import DIM, HEADS, small
 
 LENGTHS = (70, 3, 41, 1, 17)

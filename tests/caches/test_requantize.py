@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from hfkvq import TriAxialCache, get_scheme
 from hfkvq.caches.layer_state import tags as layers
-from hfkvq.caches.layer_state.token_record import TokenRecord
+from hfkvq.caches.layer_state.tags import TokenRecord
 from hfkvq.caches.schemes.base import UNTAGGED
 from hfkvq.caches.store import requantize as requantizing
 from hfkvq.caches.store.requantize import requantize_by_tags

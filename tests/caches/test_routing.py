@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkvq import MixedKVCache, TriAxialCache
-from hfkvq.caches.layer_state.token_record import TokenRecord
+from hfkvq.caches.layer_state.tags import TokenRecord
 from hfkvq.caches.layers import PaddingReader
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.store import kvstore

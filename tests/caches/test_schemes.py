@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hfkvq import Scheme, get_scheme, list_schemes
-from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, SawInt4, registry
+from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, SawInt4, base
 from hfkvq.caches.schemes.base import Layout, SideLayout, knob
 from hfkvq.kernels import PageFormat, channel_widths, hadamard
 from hfkvq.kernels.arguments import AttentionArguments
@@ -437,19 +437,19 @@ def test_layout_of_defaults(name):
 @pytest.mark.parametrize("name", list_schemes())
 def test_presets(name):
     """One list; every preset is a scheme with knobs of its own, and says whom it is for."""
-    scheme, (cls, entry) = get_scheme(name), registry.entry_of(name)
+    scheme, (cls, entry) = get_scheme(name), base.entry_of(name)
     assert type(scheme) is cls
     assert type(scheme).__doc__
     assert scheme == cls(**entry.knobs)
     # Of an alias that nothing is declared of, the other name says it.
-    others = [registry.entry_of(other)[1] for other, same in list_schemes().items() if same == scheme]
+    others = [base.entry_of(other)[1] for other, same in list_schemes().items() if same == scheme]
     assert any(other.purpose.endswith(".") for other in others)
 
 
-@pytest.mark.parametrize("which", registry.LISTS)
+@pytest.mark.parametrize("which", base.LISTS)
 def test_lists_hold_distinct_presets_in_order(which):
-    names = registry.listed(which)
-    places = [registry.entry_of(name)[0].place for name in names]
+    names = base.listed(which)
+    places = [base.entry_of(name)[0].place for name in names]
     assert names
     assert places == sorted(places)
     assert len({get_scheme(name) for name in names}) == len(names)
@@ -464,17 +464,17 @@ def test_schemes_have_places_of_their_own():
 def test_what_is_shown_by_default_leaves_no_scheme_out():
     """Beside the control, what fits has a preset of each."""
     schemes = {type(scheme) for scheme in list_schemes().values()}
-    shown = {registry.entry_of(name)[0] for name in registry.listed("fit")}
+    shown = {base.entry_of(name)[0] for name in base.listed("fit")}
     assert {scheme for scheme in schemes - shown if not scheme.latents} <= {Full}
 
 
 def test_unknown_lists_and_groups():
     with pytest.raises(ValueError, match="lists: got 'dmo', which is unknown; did you mean 'demo'"):
-        registry.Entry("Nobody.", lists=("dmo",))
+        base.Entry("Nobody.", lists=("dmo",))
     with pytest.raises(ValueError, match="lists: got 'bench', which is unknown"):
-        registry.listed("bench")
+        base.listed("bench")
     with pytest.raises(ValueError, match="group: got 'best', allowed 'scheme', 'eviction', 'control', 'baseline'"):
-        registry.Entry("Nobody.", group="best")
+        base.Entry("Nobody.", group="best")
 
 
 @pytest.mark.parametrize("name", list_schemes())
@@ -551,7 +551,7 @@ def test_knob_out_of_range(name, knobs, message):
 @pytest.fixture
 def restored(monkeypatch):
     """The registry as it was."""
-    monkeypatch.setattr(registry, "_PRESETS", dict(registry._PRESETS))
+    monkeypatch.setattr(base, "_PRESETS", dict(base._PRESETS))
 
 
 def test_names_are_taken_once(restored):
@@ -595,16 +595,16 @@ def test_a_scheme_of_one_file_is_in_every_list(restored):
         name = "new"
         place = 1
         presets = {  # noqa: RUF012
-            "new": registry.Entry("Whoever wants sinks.", lists=registry.LISTS),
-            "new-wide": registry.Entry("The same, wide.", {"bits": 4}, ("demo",)),
+            "new": base.Entry("Whoever wants sinks.", lists=base.LISTS),
+            "new-wide": base.Entry("The same, wide.", {"bits": 4}, ("demo",)),
         }
         sink_length: int = knob(8, low=0)
 
-    for found in (choose_schemes(), parse_schemes([]), default_formats(), registry.listed("fit")):
+    for found in (choose_schemes(), parse_schemes([]), default_formats(), base.listed("fit")):
         assert "new" in list(found)
     assert list(choose_schemes())[:3] == ["full", "new", "new-wide"]
     assert "| `new-wide` | The same, wide. | 5.00 |" in schemes_markdown()
-    assert describe("new", New())["lists"] == list(registry.LISTS)
+    assert describe("new", New())["lists"] == list(base.LISTS)
 
 
 def test_defined_again_takes_its_place(restored):

@@ -12,8 +12,8 @@ from evals import matrix
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches.layer_state.base import ROLLBACK
 from hfkvq.caches.layers import KVLayer, PaddingReader
+from hfkvq.caches.layers.build import in_window
 from hfkvq.caches.schemes import Full
-from hfkvq.caches.schemes.sliding_window import in_window
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import SPARE
 from hfkvq.kernels.step import MAX_STEP

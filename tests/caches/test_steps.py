@@ -11,7 +11,7 @@ import torch
 from evals.generate import SpreadTags
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches.attention.interface import hfkvq_attention, hfkvq_mask
-from hfkvq.caches.layer_state.token_record import TokenRecord
+from hfkvq.caches.layer_state.tags import TokenRecord
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.steps.device_steps import DeviceSteps

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.caches.base.warn_once import say_once
-from hfkvq.caches.eviction.prompt_selection import shared
+from hfkvq.caches.base import warn_once
+from hfkvq.caches.eviction.evictor import shared
 from hfkvq.caches.layers.memory import memory_of
-from hfkvq.caches.schemes import registry
+from hfkvq.caches.schemes import base
 from hfkvq.caches.schemes.eviction import TokenEviction
 from hfkvq.caches.schemes.score_inputs import keep_mask, prompt_evidence
 from hfkvq.caches.store import KVStore
@@ -217,7 +217,7 @@ def test_a_step_taken_back_leaves_what_an_eviction_has_sealed(name):
 
 def test_where_padding_stands_among_tokens_nothing_is_evicted(caplog):
     """Columns of masks would be those of other tokens."""
-    say_once.cache_clear()
+    warn_once.cache_clear()
     layer, plain, own = make(small("snapkv")), make(small("full")), row(6, 90)
     valid = torch.ones(1, 60, dtype=torch.bool)
     valid[:, 20:26] = False
@@ -274,7 +274,7 @@ def test_layers_of_several_kinds():
 
 def test_an_evicting_scheme_is_one_class(monkeypatch):
     """As CONTRIBUTING shows it: a score, and what it reads; pages, budgets and trims are there already."""
-    monkeypatch.setattr(registry, "_PRESETS", dict(registry._PRESETS))
+    monkeypatch.setattr(base, "_PRESETS", dict(base._PRESETS))
 
     @dataclass(frozen=True, kw_only=True)
     class SmallKeys(TokenEviction):

@@ -21,9 +21,8 @@ from hfkvq import kernels
 from hfkvq.caches.attention import interface
 from hfkvq.caches.compile import LayerShape, layer_plan
 from hfkvq.caches.layers import KVLayer, PaddingReader
-from hfkvq.caches.layers.build import group_layers
+from hfkvq.caches.layers.build import group_layers, in_window
 from hfkvq.caches.schemes.base import Scheme, get_scheme
-from hfkvq.caches.schemes.sliding_window import in_window
 from hfkvq.caches.steps import device_steps
 from hfkvq.kernels.compile import SEVERAL, normal
 from tests.kernels.compile_kernels import BF16, FrontEnd, Idle, name_of, pretend, tensor

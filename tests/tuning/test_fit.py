@@ -24,7 +24,7 @@ from evals.families import build as build_family
 from evals.shapes import get_config
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes
 from hfkvq.caches import get_preset
-from hfkvq.caches.layer_state.token_record import TokenRecord
+from hfkvq.caches.layer_state.tags import TokenRecord
 from hfkvq.caches.layers.memory import held_bytes
 from hfkvq.caches.steps import step_buffer
 from hfkvq.caches.store import KVStore

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base import warn_once
 from ..base.config_switch import NAME, at_restore
-from ..base.warn_once import say_once
 from ..layers.handle import LazyKV
 from ..steps.device_steps import StepKV
 
@@ -81,7 +81,7 @@ def _matrices(module: Any, like: Tensor) -> Tensor:
     if plain and "forward" not in vars(linear) and type(linear.weight) is torch.nn.Parameter:
         weight = linear.weight
     else:
-        say_once(
+        warn_once(
             f"{type(module).__name__}: kv_b_proj (a {type(linear).__name__}) is not a plain linear layer, or has "
             "hooks, so its matrix is computed from unit vectors in each step."
         )

@@ -1,1 +1,38 @@
-"""Ground floor: model configs, warnings, inference mode, and the state of a recording."""
+"""Ground of the caches: warnings that are said once, and tensors that outlive inference mode."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@functools.cache
+def warn_once(what: str) -> None:
+    """Logs a warning, the first time."""
+    logger.warning(what)
+
+
+def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Lets a function make ordinary tensors also where its caller is in inference mode.
+
+    What is made in that mode can be written to in no other, and a prompt need not run in the mode of the steps after
+    it.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run

@@ -11,19 +11,18 @@ from torch.nn.functional import pad
 
 from hfkvq.kernels.decode import LENGTH, run_count
 
-from ..base.inference_mode import lasting
+from ..base import outside_inference_mode
 from ..layer_state.base import LayerBase
 from ..schemes.eviction import TieredEviction
 from ..schemes.ranking import tier_widths
 from ..schemes.score_inputs import Evidence, prompt_evidence
 from ..store import KVStore, StoreState
 from ..store.columns import positions, run_columns
-from ..store.growth import pages_for
 from ..store.packing import Packed
 from ..store.requantize import EVICT, STAY, Requantized, requantize_by_tiers, requantized
 from ..store.rows import joined, part, used_blocks
-from .evictor import EvictingGroup, Eviction, store_choice
-from .prompt_selection import keep
+from ..store.windows import pages_for
+from .evictor import EvictingGroup, Eviction, keep, store_choice
 from .stored_scores import Observation, stored_evidence, token_order
 
 
@@ -391,7 +390,7 @@ def assign_tiers(members: Sequence[TierEvictor], most: Tensor | None) -> None:
         member.layer.bind()
 
 
-@lasting
+@outside_inference_mode
 def _assign_together(alike: Sequence[TierEvictor], most: Tensor | None) -> None:
     """`assign_tiers` of layers of one `kind`, which all have scores and rows whose tiers are not final."""
     one, state = alike[0], joined([member.store().state for member in alike])

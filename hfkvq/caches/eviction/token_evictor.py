@@ -11,7 +11,7 @@ from torch import Tensor
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH
 
-from ..base.warn_once import say_once
+from ..base import warn_once
 from ..layer_state.base import LayerBase
 from ..schemes.eviction import EvictionScheme
 from ..schemes.score_inputs import keep_mask
@@ -19,8 +19,7 @@ from ..store import MAX_STEP
 from ..store.columns import positions
 from ..store.packing import Packed
 from ..store.requantize import keep_tokens
-from .evictor import EvictingGroup, Eviction, store_choice
-from .prompt_selection import choose, shared
+from .evictor import EvictingGroup, Eviction, choose, shared, store_choice
 from .stored_scores import Observation, stored_evidence, token_order
 
 NEVER = 1 << 62
@@ -35,7 +34,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
 
     How many tokens a row has been given and how many it holds follow from its length before, so the host knows when a
     trim is due, and a first prompt that goes beyond its budget is never stored whole: see
-    `hfkvq.caches.eviction.prompt_selection`.
+    `hfkvq.caches.eviction.evictor`.
 
     A token that leaves lets older ones move up in the order of columns, so nothing is evicted once columns have a
     meaning of their own: where padding stands among a row's tokens, or attention has a bias for each column.
@@ -101,7 +100,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
 
     def _stick(self, why: str) -> None:
         self._stuck = True
-        say_once(f"{self.policy.name}: this cache evicts no more tokens, because {why}; it may exceed its budget.")
+        warn_once(f"{self.policy.name}: this cache evicts no more tokens, because {why}; it may exceed its budget.")
 
     # A first prompt.
 

@@ -13,7 +13,7 @@ from hfkvq.kernels import query_sums
 from hfkvq.kernels.decode import LENGTH, sealed_count
 from hfkvq.kernels.step import MAX_STEP, observe
 
-from ..base.inference_mode import lasting
+from ..base import outside_inference_mode
 from ..store import KVStore, Padding
 from ..store.packing import Packed
 
@@ -64,7 +64,7 @@ class QueryStatistics:
         else:
             self._observe(query, tokens, heads, padding, waiting)
 
-    @lasting
+    @outside_inference_mode
     def _observe(self, query: Tensor, tokens: int, heads: int, padding: Padding | None, waiting: int) -> None:
         sums, counts = self.sums, self.counts
         batch, _, queries, _ = query.shape
@@ -107,13 +107,13 @@ class QueryStatistics:
         held = zip(names, (self.sums, self.counts, *(self.newest or (None, None))), strict=True)
         return {}, {name: tensor for name, tensor in held if tensor is not None}
 
-    @lasting
+    @outside_inference_mode
     def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Takes what `pack` gave."""
         self.sums, self.counts = tensors.get("sums"), tensors.get("counts")
         self.newest = (tensors["newest"], tensors["real"]) if "newest" in tensors else None
 
-    @lasting
+    @outside_inference_mode
     def forget_sealed(self, store: KVStore, before: Tensor) -> None:
         """Starts over in rows whose keys were sealed: a row's statistics must not depend on its batch mates.
 
@@ -149,7 +149,7 @@ class QueryStatistics:
         """Tensors that it holds."""
         return [tensor for tensor in (self.sums, self.counts, *(self.newest or ())) if tensor is not None]
 
-    @lasting
+    @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> QueryStatistics:
         """Independent tensors: steps add to them in place."""
         new = copy.copy(self)

@@ -33,14 +33,12 @@ from transformers.cache_utils import DynamicCache
 from hfkvq import kernels
 from hfkvq.kernels.pages import PageFormat
 
+from ..base import outside_inference_mode, warn_once
 from ..base.config_switch import lent
-from ..base.inference_mode import lasting
 from ..base.model_calls import forward_parameters, inside_call, is_known
 from ..base.model_config import head_dim_of, looks_attention_up, text_config
 from ..base.recorded import is_recorded
-from ..base.warn_once import say_once
-from ..schemes.base import Scheme
-from ..schemes.layout import Layout
+from ..schemes.base import Layout, Scheme
 
 OFFSETS = (0, 1536, 3584, 6144, 9216, 13312, 18432, 24576)
 """First position of each row that is measured: what RoPE turns slowly stands elsewhere in long contexts.
@@ -106,7 +104,7 @@ class KeySmoothing:
         empty = torch.arange(keys.shape[2], device=keys.device) < start[:, :, None]
         return found.masked_fill(empty[..., None], 0.0)
 
-    @lasting
+    @outside_inference_mode
     def centred_at_zero(self) -> KeySmoothing:
         """The same without a mean, for attention whose logits must not move: those with a softcap, or sinks."""
         vectors = self.vectors.clone()
@@ -209,7 +207,7 @@ def vectors_of(mean: Tensor, deviation: Tensor, query: Tensor | None, rotated: b
     return torch.stack([mean, 1 / scale, scale]).contiguous()
 
 
-@lasting
+@outside_inference_mode
 def of_keys(keys: Tensor) -> KeySmoothing:
     """Vectors from a first prompt's keys (B, H, T, D), for a cache whose model cannot be measured."""
     x = keys.detach().float()
@@ -333,7 +331,7 @@ def warn_of_noise(name: str, schemes: Mapping[int, Scheme], model: Any, config: 
     if noise > NOISY:
         can = any(hasattr(scheme, "smooth_keys") and not scheme.smooths_keys for scheme in schemes.values())
         other = f"{'smooth_keys=True, or ' if can else ''}the preset 'best-4.3'"
-        say_once(
+        warn_once(
             f"{name}: rounding the keys of this {type(model).__name__} moves its attention logits by about {noise:.1f} "
             f"(standard deviation; it should be below {NOISY:g}), so answers may be wrong; take {other}."
         )
@@ -382,7 +380,7 @@ def _hindrance(model: Any, config: Any) -> str | None:
     return None
 
 
-@lasting
+@outside_inference_mode
 def _measured(model: Any, config: Any) -> tuple[Mapping[int, Measured], str | None]:
     """Statistics by layer and None, or nothing and the reason."""
     try:

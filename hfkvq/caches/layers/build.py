@@ -14,6 +14,7 @@ from transformers.cache_utils import (
 )
 from transformers.configuration_utils import PreTrainedConfig
 
+from ..base import warn_once
 from ..base.model_config import (
     SINKS_BY_TOKEN,
     TOUCHES_KEYS,
@@ -26,14 +27,40 @@ from ..base.model_config import (
     stock_layers,
     windows_of,
 )
-from ..base.warn_once import say_once
 from ..layer_state.group import DeviceSync
 from ..layer_state.update import PaddingReader
 from ..schemes.base import Scheme, latent_layout, warn_of_limits
+from ..schemes.full import Full
 from ..schemes.preset import Preset
-from ..schemes.sliding_window import in_window
 from .layer import KVLayer
 from .recurrent import HybridLayer, RecurrentLayer
+
+PAYS = 4
+"""Least ratio of a window's tokens to a scheme's own unquantized tokens, for its pages to pay."""
+
+PAGE = 32
+"""Tokens of a window's 16-bit pages at the most: a ring of large ones would hold much more than the window."""
+
+
+def in_window(scheme: Scheme, window: int, dims: tuple[int, int]) -> Scheme:
+    """Scheme of a layer with a window: the cache's where that pays, or else 16-bit pages.
+
+    16-bit pages take windows that are short beside what the scheme keeps unquantized anyway, and schemes that choose
+    among all tokens of a row: those that evict, and those that give tokens widths of their own.
+
+    Args:
+        scheme: of the layer.
+        window: tokens that a query sees.
+        dims: of keys and values.
+    """
+    if isinstance(scheme, Full):
+        return Full(page_size=min(PAGE, scheme.page_size))
+    if not scheme.evicts and not scheme.latents and not scheme.needs & {"tags", "turns"}:
+        layout = scheme.layout(*dims)
+        if len(layout.keys.formats) == 1 and window >= PAYS * layout.own_tokens():
+            return scheme
+    return Full(page_size=PAGE)
+
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +181,7 @@ def build_layers(
         why = _why_not_recorded(text, own, sharing is not None or shares, dims)
         if latents is not None and not all(as_they_are[i] for i in full):
             why = f"latents are dequantized in each step: {_others(own, *latents)} cannot be attended to as latents"
-            say_once(f"{name}: {why}; those of latent-4, latent-8, full and saw-int4 can.")
+            warn_once(f"{name}: {why}; those of latent-4, latent-8, full and saw-int4 can.")
     can = why is None and bool(held)
     captured = can and capture and all(i in held or _stays_in_place(layer) for i, layer in enumerate(stock))
     recordable = can

@@ -14,7 +14,7 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import START, sealed_count
 from hfkvq.kernels.pages import Side
 
-from ..base.inference_mode import lasting
+from ..base import outside_inference_mode
 from ..base.recorded import is_captured, is_recorded
 from ..eviction.evictor import Eviction
 from ..eviction.tier_evictor import TierEvictor
@@ -29,7 +29,7 @@ from ..schemes.eviction import TieredEviction
 from ..steps.device_steps import DeviceSteps
 from ..steps.step_buffer import StepBuffer
 from ..store import MAX_STEP, KVStore, Padding
-from ..store.integrity import contradictions
+from ..store.accounting import contradictions
 from . import transactions
 from .handle import LazyKV, handles, refuse_gradient
 
@@ -408,10 +408,8 @@ class KVLayer(CacheLayerMixin):
         """
         if arguments.softcap or arguments.sinks is not None:
             self._keep_logits()
-        steps = self.steps
-        if steps is not None and steps.takes(query.shape[2], arguments):
-            out, pages = steps.run(query, arguments), True
-        else:
+        out, pages = self.step(query, arguments), True
+        if out is None:
             tokens, pages = self.staged_length, self.begin(padding_mask, query.shape[2])
             first = self.scheme.quantizes_first and tokens > MAX_STEP and not pages and not self.window
             if first:
@@ -421,6 +419,14 @@ class KVLayer(CacheLayerMixin):
             if not first:
                 self.finish(query, arguments)
         return refuse_gradient(self, after(out) if pages and after is not None else out)
+
+    def step(self, query: Tensor, arguments: AttentionArguments) -> Tensor | None:
+        """Begins, attends and finishes at once, over the buffer: (B, Hq, Q, D) to (B, Hq, Q, Dv).
+
+        None where the staged tokens have to go one operation after the other: nothing is done then.
+        """
+        steps = self.steps
+        return steps.run(query, arguments) if steps is not None and steps.takes(query.shape[2], arguments) else None
 
     def begin(self, mask: Tensor | None, queries: int) -> bool:
         """Prepares one attention call.
@@ -761,7 +767,7 @@ class KVLayer(CacheLayerMixin):
         self.steps.catch_up()
         return self.__dict__ | {"store": copy.deepcopy(self.store)}
 
-    @lasting
+    @outside_inference_mode
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of `__getstate__`."""
         vars(self).update(state)

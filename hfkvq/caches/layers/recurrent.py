@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from ..base.inference_mode import lasting
+from ..base import outside_inference_mode
 from ..layer_state.update import PaddingReader
 from ..schemes.base import Scheme
 from ..store.packing import Packed
@@ -33,7 +33,7 @@ class RecurrentLayer(LinearAttentionLayer):
 
     spoiled = False
 
-    @lasting
+    @outside_inference_mode
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocates as Transformers does; a prompt in inference mode may be followed by steps in another."""
         super().lazy_initialization(*args, **kwargs)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from ..base.inference_mode import lasting
+from ..base import outside_inference_mode
 from ..layer_state.base import LayerBase, unchanged_on_error
 
 Beside = Sequence[tuple[Any, Callable[[], None]]]
@@ -164,7 +164,7 @@ def _paged(layers: Sequence[Any]) -> list[PagedLayer]:
     return [layer for layer in layers if is_paged(layer)]
 
 
-@lasting
+@outside_inference_mode
 def _change(
     layers: Sequence[Any],
     own: Callable[[PagedLayer], None],

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from hfkvq.kernels.pages import PageFormat
 
-from .base import Layout, SideLayout, knob
+from .base import Entry, Layout, SideLayout, knob
 from .eviction import TieredEviction
 from .ranking import WHOLE, Attention, code_statistics, paper_statistics, token_scores
-from .registry import Entry
 from .score_inputs import Evidence, Kind
 
 SEAL_UNIT = 16

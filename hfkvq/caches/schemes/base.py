@@ -1,23 +1,254 @@
-"""Base of schemes: frozen knobs, a static layout, and at most one function that returns widths."""
+"""Base of schemes, from the bottom: names with knobs, presets, layouts, and `Scheme`.
+
+A scheme has frozen knobs, a static layout, and at most one function that returns widths.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import difflib
+import re
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from hfkvq.bounded import parse_json
+from hfkvq.kernels.hadamard import check_rotation, largest_block, rotation
+from hfkvq.kernels.norms import BALANCE, Balance
+from hfkvq.kernels.pages import PageFormat, StoreFormat
 from hfkvq.kernels.step import MAX_STEP
 from hfkvq.kernels.windows import most_due
 
-from ..base.spelling import split_knobs
-from . import registry
-from .layout import Layout as Layout
-from .layout import SideLayout as SideLayout
-from .registry import Entry, nearest
+_COLON = re.compile(r":(?=[^:=/\\]*=)")
+"""Before a knob, and not that of a drive (``C:\\mine.json``)."""
+
+
+def parse_value(text: str) -> Any:
+    """A knob's value: a number, true, false, null, or the text itself."""
+    try:
+        return parse_json(text.lower() if text.lower() in ("true", "false", "none") else text)
+    except ValueError:
+        return None if text.lower() == "none" else text
+
+
+def split_knobs(text: str, knobs: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    """Name and knobs of ``NAME:KNOB=VALUE:...``, and further ``knobs``.
+
+    Raises:
+        ValueError: a knob that is given twice.
+    """
+    # Folders may have any name.
+    name, *typed = [text] if Path(text).is_file() else _COLON.split(text)
+    found: dict[str, Any] = {}
+    pairs = [(knob.partition("=")[0].strip(), parse_value(knob.partition("=")[2].strip())) for knob in typed]
+    for key, value in (*pairs, *(knobs or {}).items()):
+        if key in found:
+            raise ValueError(f"scheme: {text!r} gives {key} twice; write each knob once.")
+        found[key] = value
+    return name.strip(), found
+
+
+LISTS = ("demo", "kld", "bench kernels", "fit")
+"""Commands that show presets, by the name of the list that each shows unless it is told otherwise."""
+
+GROUPS = ("scheme", "eviction", "control", "baseline")
+"""Role of a preset in a comparison: a scheme, one that evicts tokens and holds what stays in any other scheme's pages,
+the lossless control, or a baseline that is expected to lose."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A preset as the class of its scheme declares it, under its name in ``presets``.
+
+    Attributes:
+        purpose: one sentence: who it is for.
+        knobs: what differs from the scheme's defaults.
+        lists: which of `LISTS` it stands in.
+        group: which of `GROUPS` it is of.
+    """
+
+    purpose: str = ""
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    lists: tuple[str, ...] = ()
+    group: str = "scheme"
+
+    def __post_init__(self) -> None:
+        """Checks lists and group."""
+        for name in self.lists:
+            if name not in LISTS:
+                raise ValueError(f"lists: got {name!r}, which is unknown; {nearest(name, list(LISTS))}")
+        if self.group not in GROUPS:
+            raise ValueError(f"group: got {self.group!r}, allowed {', '.join(map(repr, GROUPS))}.")
+
+
+_PRESETS: dict[str, tuple[type[Any], Entry]] = {}
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A sentence naming the nearest known names, then all of them."""
+    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    return f"{hint}Known: {', '.join(known)}."
+
+
+def register(scheme: type[Any]) -> None:
+    """Takes the name of a `Scheme`, which stands for its defaults, and its presets; a name can be taken once.
+
+    Raises:
+        ValueError: a name is another scheme's. Then nothing is taken.
+    """
+    # Inherited presets are the base's, and left out.
+    declared = vars(scheme).get("presets", {})
+    entries = {
+        name: each if isinstance(each, Entry) else Entry(knobs=each)
+        for name, each in ({scheme.name: Entry()} | dict(declared)).items()
+    }
+    for name in entries:
+        owner = _PRESETS.get(name)
+        # A class that is defined again, in a notebook for example, takes its own place.
+        if owner is not None and owner[0].__qualname__ != scheme.__qualname__:
+            raise ValueError(f"preset: {name!r} is taken by {owner[0].__name__}; choose another name.")
+    _PRESETS.update({name: (scheme, entry) for name, entry in entries.items()})
+
+
+def presets() -> list[str]:
+    """The name of every preset, in the order in which they were registered."""
+    return list(_PRESETS)
+
+
+def entry_of(name: str) -> tuple[type[Any], Entry]:
+    """The class and the declaration of a preset; of "snapkv+kitty-pro" those of "snapkv" over pages of "kitty-pro".
+
+    Raises:
+        ValueError: an unknown preset; the nearest names are shown.
+    """
+    name, plus, pages = name.partition("+") if isinstance(name, str) else (name, "", "")
+    if plus:
+        cls, entry = entry_of(name)
+        return cls, replace(entry, knobs={**entry.knobs, "pages": pages}, lists=())
+    if not isinstance(name, str) or name not in _PRESETS:
+        raise ValueError(
+            f"scheme: got {name!r}, which is unknown; {nearest(name, presets())} Options follow the name: "
+            "'kitty:boost_ratio=0.2'."
+        )
+    return _PRESETS[name]
+
+
+def in_order() -> Iterator[str]:
+    """The name of every preset, in the order in which lists and tables show them: by ``Scheme.place``."""
+    return iter(sorted(_PRESETS, key=lambda name: _PRESETS[name][0].place))
+
+
+def listed(name: str) -> tuple[str, ...]:
+    """The presets of one of `LISTS`.
+
+    Raises:
+        ValueError: there is no such list.
+    """
+    if name not in LISTS:
+        raise ValueError(f"lists: got {name!r}, which is unknown; {nearest(name, list(LISTS))}")
+    return tuple(preset for preset in in_order() if name in _PRESETS[preset][1].lists)
+
+
+def rotation_block(dim: int) -> int:
+    """The largest Hadamard block, up to 128 channels, of heads of ``dim``; 0 if it is one channel."""
+    block = min(128, largest_block(dim))
+    return block if block > 1 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SideLayout:
+    """Layout of a layer's keys, or of its values.
+
+    Attributes:
+        formats: page format of each run, narrow to wide; several only if the scheme assigns token widths.
+        local: newest tokens that stay unquantized.
+        unit: tokens that are sealed together; a multiple of the page where pages are sealed whole.
+        rotate: Hadamard block, 0 for none.
+        signs: seed of the random signs that channels have before they are rotated, 0 for none.
+        balance: how `kernels.page_norms` balances pages of normed formats.
+    """
+
+    formats: tuple[PageFormat, ...]
+    local: int = 0
+    unit: int = 1
+    rotate: int = 0
+    balance: Balance = BALANCE
+    signs: int = 0
+
+    @property
+    def rotation(self) -> int:
+        """The number by which kernels know its rotation; see `hfkvq.kernels.hadamard.rotation`."""
+        return rotation(self.rotate, self.signs)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Static layout of one layer: both sides and the sink they share.
+
+    Attributes:
+        keys: the key side.
+        values: the value side.
+        sink: first tokens of a row, never quantized.
+        latent: whether the key side is of latents and the value side of rotary parts, to be attended to as they are.
+        window: tokens that a query sees, see `hfkvq.kernels.pages.StoreFormat`; 0 for all.
+    """
+
+    keys: SideLayout
+    values: SideLayout
+    sink: int = 0
+    latent: bool = False
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks what the store relies on."""
+        for name, side in (("keys", self.keys), ("values", self.values)):
+            for fmt in side.formats:
+                if fmt.whole and len(side.formats) == 1 and side.unit % fmt.page_size:
+                    raise ValueError(
+                        f"{name}: got a seal unit of {side.unit} tokens, which must be a multiple of the page of "
+                        f"{fmt.page_size} tokens where scales are per channel, or pages normed."
+                    )
+        if len(self.keys.formats) > 1 and (self.keys.local, self.keys.unit) != (self.values.local, self.values.unit):
+            raise ValueError("local, unit: keys and values must leave the tail together where tokens have widths.")
+        if self.window and self.own_tokens() > self.window:
+            raise ValueError(
+                f"window: got {self.window} tokens, but the newest {self.own_tokens()} are held outside of pages; take "
+                "shorter local windows and units, or another scheme in this layer."
+            )
+
+    @property
+    def store(self) -> StoreFormat:
+        """The format that kernels see."""
+        runs = tuple(zip(self.keys.formats, self.values.formats, strict=True))
+        return StoreFormat(runs, self.sink, self.keys.rotation, self.values.rotation, self.latent, self.window)
+
+    def own_tokens(self) -> int:
+        """Most of the newest tokens that are not in pages yet."""
+        return max(side.local + side.unit for side in (self.keys, self.values))
+
+    def in_window(self, window: int) -> Layout:
+        """The same for a layer whose queries see so many tokens: first tokens fall out of sight like any others."""
+        return replace(self, sink=0, window=window)
+
+    def of_latents(self) -> Layout | None:
+        """The same for latents that are attended to as they are; None if they cannot be in pages like these."""
+        keys, values = self.keys, self.values
+        together = (keys.local, keys.unit) == (values.local, values.unit)
+        single = len(keys.formats) == 1 and not keys.formats[0].whole and not values.formats[0].whole
+        return replace(self, latent=True) if together and single else None
+
+    def check(self, key_dim: int, value_dim: int) -> None:
+        """Raises ValueError if heads of these dimensions cannot be held."""
+        check_rotation("rotate (keys)", self.keys.rotate, key_dim)
+        check_rotation("rotate (values)", self.values.rotate, value_dim)
+        for side, dim in ((self.keys, key_dim), (self.values, value_dim)):
+            for fmt in side.formats:
+                fmt.check_head_dim(dim)
+
 
 UNTAGGED = 255
 """Tag of tokens of which none is known: generated ones, and all where nobody showed the token ids."""
@@ -40,7 +271,7 @@ def knob(
         choices: legal values, where they can be listed.
         search: (low, high), or a list of values, for the tuner; None leaves the knob as it is.
     """
-    return dataclasses.field(default=default, metadata={"low": low, "high": high, "choices": choices, "search": search})
+    return field(default=default, metadata={"low": low, "high": high, "choices": choices, "search": search})
 
 
 class Limits(NamedTuple):
@@ -91,27 +322,27 @@ class Scheme:
         """Registers the scheme and its presets; a name can be taken once."""
         super().__init_subclass__(**kwargs)
         if cls.name:
-            registry.register(cls)
+            register(cls)
 
     def __post_init__(self) -> None:
         """Checks every knob against its range."""
-        for field in dataclasses.fields(self):
-            value, low, high = getattr(self, field.name), field.metadata.get("low"), field.metadata.get("high")
-            choices = field.metadata.get("choices")
+        for own in fields(self):
+            value, low, high = getattr(self, own.name), own.metadata.get("low"), own.metadata.get("high")
+            choices = own.metadata.get("choices")
             # 4.0 and True equal choices that they are not, and files tell them apart.
             if choices is not None and not any(value == each and type(value) is type(each) for each in choices):
-                raise ValueError(f"{field.name}: got {value!r}, allowed {', '.join(map(repr, choices))}.")
-            if (value is None and field.default is None) or (low is None and high is None):
+                raise ValueError(f"{own.name}: got {value!r}, allowed {', '.join(map(repr, choices))}.")
+            if (value is None and own.default is None) or (low is None and high is None):
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ValueError(f"{field.name}: got {value!r}, allowed a number.")
+                raise ValueError(f"{own.name}: got {value!r}, allowed a number.")
             # Where the default is None, the bounds tell what is counted.
-            whole = isinstance(low if field.default is None else field.default, int)
+            whole = isinstance(low if own.default is None else own.default, int)
             if whole and not isinstance(value, int):
-                raise ValueError(f"{field.name}: got {value!r}, allowed a whole number.")
+                raise ValueError(f"{own.name}: got {value!r}, allowed a whole number.")
             if (low is not None and value < low) or (high is not None and value > high) or value != value:
                 raise ValueError(
-                    f"{field.name}: got {value!r}, allowed {'-inf' if low is None else low} to "
+                    f"{own.name}: got {value!r}, allowed {'-inf' if low is None else low} to "
                     f"{'inf' if high is None else high}."
                 )
 
@@ -236,7 +467,7 @@ class Scheme:
 
     def searched(self) -> dict[str, tuple[float, float] | list[Any]]:
         """Search space of the tuner, unless told otherwise: ranges and choices by knob, as the knobs name them."""
-        ranges = {field.name: field.metadata.get("search") for field in dataclasses.fields(self)}
+        ranges = {own.name: own.metadata.get("search") for own in fields(self)}
         return {name: search for name, search in ranges.items() if search is not None}
 
     def to_dict(self) -> dict[str, Any]:
@@ -263,7 +494,7 @@ class Scheme:
 
 
 def _fields_of(scheme: Scheme) -> dict[str, Any]:
-    return {field.name: getattr(scheme, field.name) for field in dataclasses.fields(scheme)}
+    return {own.name: getattr(scheme, own.name) for own in fields(scheme)}
 
 
 def warn_of_limits(scheme: Scheme, key_dim: int, value_dim: int) -> None:
@@ -288,7 +519,7 @@ def latent_layout(scheme: Scheme, rank: int, rope_dim: int) -> Layout | None:
 
 def list_schemes() -> dict[str, Scheme]:
     """Every preset by name, with the scheme it stands for."""
-    return {name: get_scheme(name) for name in registry.presets()}
+    return {name: get_scheme(name) for name in presets()}
 
 
 def get_scheme(name: str | Scheme, **knobs: Any) -> Scheme:
@@ -309,9 +540,9 @@ def get_scheme(name: str | Scheme, **knobs: Any) -> Scheme:
         cls, base = type(name), _fields_of(name)
     else:
         name, knobs = split_knobs(name, knobs) if isinstance(name, str) else (name, knobs)
-        cls, entry = registry.entry_of(name)
+        cls, entry = entry_of(name)
         base = dict(entry.knobs)
-    known = [field.name for field in dataclasses.fields(cls)]
+    known = [own.name for own in fields(cls)]
     for knob_name in base | knobs:
         if knob_name not in known:
             raise ValueError(f"{cls.name}: knob {knob_name!r} is unknown; {nearest(knob_name, known)}")

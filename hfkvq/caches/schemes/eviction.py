@@ -12,9 +12,8 @@ from torch import Tensor
 
 from hfkvq.kernels.pages import PageFormat, Side
 
-from ..base.warn_once import say_once
-from .base import Limits, Scheme, get_scheme, knob
-from .layout import Layout
+from ..base import warn_once
+from .base import Layout, Limits, Scheme, get_scheme, knob
 from .score_inputs import Attention, Evidence, Kind
 
 ASKS = "scores that accumulate ask attention in every step"
@@ -151,7 +150,7 @@ def warn_of_loss(scheme: EvictionScheme, tokens: int, layers: int) -> None:
     kept = int(scheme.room(given, given, layers // 2, layers))
     if 2 * kept < tokens:
         _WARNED.add(scheme)
-        say_once(
+        warn_once(
             f"{scheme.name}: of this prompt's {tokens} tokens a layer keeps about {kept}, and the others are gone for "
             "good: answers that need them will be wrong. Give it a larger budget_tokens or budget_share, or take a "
             "preset that keeps every token, e.g. 'best-2.5'."

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import knob
+from .base import Entry, knob
 from .eviction import TokenEviction
 from .ranking import expected_attention
-from .registry import Entry
 from .score_inputs import Evidence, Kind
 
 

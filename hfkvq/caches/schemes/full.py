@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from hfkvq.kernels.pages import PageFormat
 
-from .base import Layout, Scheme, SideLayout, knob
-from .registry import Entry
+from .base import Entry, Layout, Scheme, SideLayout, knob
 
 
 @dataclass(frozen=True, kw_only=True)

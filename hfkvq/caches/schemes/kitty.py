@@ -8,9 +8,7 @@ from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import PageFormat
 from hfkvq.kernels.seal import random_rule
 
-from .base import Layout, Scheme, SideLayout, knob
-from .layout import rotation_block
-from .registry import Entry
+from .base import Entry, Layout, Scheme, SideLayout, knob, rotation_block
 
 _BEST = {"boost_ratio": 0.25, "score": "q_error", "fit": 4, "rotate_values": True, "key_local_length": 128}
 # Layer 19 of SmolLM2's 30 loses nearly as much as all others together: it has 4 bits.

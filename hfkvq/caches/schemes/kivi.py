@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import PageFormat
 
-from .base import Layout, Scheme, SideLayout, knob
-from .layout import rotation_block
-from .registry import Entry
+from .base import Entry, Layout, Scheme, SideLayout, knob, rotation_block
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,7 @@ from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.norms import RULES, Balance
 from hfkvq.kernels.pages import Axis, PageFormat
 
-from .base import Layout, Scheme, SideLayout, knob
-from .layout import rotation_block
-from .registry import Entry
+from .base import Entry, Layout, Scheme, SideLayout, knob, rotation_block
 
 
 @dataclass(frozen=True, kw_only=True)

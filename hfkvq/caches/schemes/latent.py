@@ -8,8 +8,7 @@ from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.hadamard import largest_block
 from hfkvq.kernels.pages import PageFormat
 
-from .base import Layout, Scheme, SideLayout, knob
-from .registry import Entry
+from .base import Entry, Layout, Scheme, SideLayout, knob
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from hfkvq.kernels.groups import F16_MAX, POWERS
 from hfkvq.kernels.pages import RAISED_STEP, PageFormat
 from hfkvq.kernels.seal import SCORE_MAX, range_rule
 
-from .base import Layout, Scheme, SideLayout, knob
-from .registry import Entry
+from .base import Entry, Layout, Scheme, SideLayout, knob
 
 
 def _sum_channels(x: Tensor) -> Tensor:

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..base.spelling import split_knobs
 from ..tags.bit_table import read_json
-from .base import Scheme, get_scheme
-from .registry import nearest
+from .base import Scheme, get_scheme, nearest, split_knobs
 
 KIND = "hfkvq preset"
 

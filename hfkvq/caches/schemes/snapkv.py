@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .base import knob
+from .base import Entry, knob
 from .eviction import TokenEviction
 from .ranking import window_scores
-from .registry import Entry
 from .score_inputs import Evidence, Kind
 
 

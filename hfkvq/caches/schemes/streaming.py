@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .base import knob
+from .base import Entry, knob
 from .eviction import TokenEviction
-from .registry import Entry
 from .score_inputs import Evidence
 
 

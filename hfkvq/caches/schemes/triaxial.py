@@ -13,8 +13,7 @@ from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import PageFormat
 
 from ..tags import TAGS, parse_tag, tag_axes
-from .base import Layout, Scheme, SideLayout, knob
-from .registry import Entry
+from .base import Entry, Layout, Scheme, SideLayout, knob
 
 
 def _default() -> Iterator[tuple[str, int]]:

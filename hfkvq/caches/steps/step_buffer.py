@@ -17,9 +17,8 @@ from torch import Tensor
 
 from hfkvq.kernels.step import MAX_STEP, Allocation, StepPlan, StepState, buffer_bytes, settle, views_of_buffer
 
+from ..base import outside_inference_mode, warn_once
 from ..base.capture import RECORDERS
-from ..base.inference_mode import lasting
-from ..base.warn_once import say_once
 from ..eviction.evictor import Eviction
 from ..layer_state.base import LayerBase, Part
 from ..layer_state.group import DeviceSync
@@ -327,7 +326,7 @@ class StepBuffer(Part):
         try:
             self.make_room(self.room_for(need))
         except torch.OutOfMemoryError:
-            say_once("There is not enough memory for the buffers of steps; they go one operation after the other.")
+            warn_once("There is not enough memory for the buffers of steps; they go one operation after the other.")
         return self.tensor is not None
 
     def make_room(self, room: int) -> None:
@@ -380,7 +379,7 @@ class StepBuffer(Part):
             if self.queries is not None and self.state.sums.numel():
                 self._read_queries(self.state, self.queries)
 
-    @lasting
+    @outside_inference_mode
     def _read_queries(self, state: StepState, queries: QueryStatistics) -> None:
         sums, counts, fold = state.sums.clone(), state.counts.clone(), self._fold
         queries.sums = sums.view(-1, self.layer.heads, sums.shape[2])

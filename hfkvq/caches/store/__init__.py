@@ -26,10 +26,9 @@ store, and else `kernels.seal_side`, which the former ends in, as steps do.
 from hfkvq.kernels.step import MAX_STEP
 
 from .accounting import StoreBytes
-from .growth import EVICTING_GROWTH, GROWTH
 from .kvstore import KVStore
 from .state import SIDES, StoreState
-from .windows import Padding, Ragged
+from .windows import EVICTING_GROWTH, GROWTH, Padding, Ragged
 
 __all__ = [
     "EVICTING_GROWTH",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hfkvq.kernels.pages import RunView
 
-from ..base.inference_mode import lasting
+from ..base import outside_inference_mode
 
 _MARK = "hfkvq_block"
 """Attribute of a storage that lies in the host's memory: its `_Block`, which it keeps."""
@@ -63,7 +63,7 @@ def check_device(device: torch.device) -> None:
         )
 
 
-@lasting
+@outside_inference_mode
 def empty(size: int, device: torch.device) -> Tensor:
     """So many bytes of the host's memory: u8 (size,), a tensor of the device.
 

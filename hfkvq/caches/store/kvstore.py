@@ -36,11 +36,10 @@ from hfkvq.kernels.masks import fold_mask
 from hfkvq.kernels.pages import PageFormat, RunView, Side
 from hfkvq.kernels.step import MAX_STEP, StepState
 
-from ..base.inference_mode import lasting
+from ..base import outside_inference_mode
 from ..schemes.base import Layout, Scheme
 from . import accounting
 from .accounting import PayloadBits, StoreBytes
-from .growth import EVICTING_GROWTH, GROWTH, grow, grow_tail, in_buffer, pages_for, tail_limits
 from .packing import Packed, packed, unpacked
 from .routing import (
     ColumnTags,
@@ -54,7 +53,18 @@ from .routing import (
 from .row_lengths import Forecast, RowState, WindowSizes, forecast
 from .rows import cropped, reordered, selected
 from .state import EMPTY, SIDES, StoreState
-from .windows import Padding, Ragged, fill_windows
+from .windows import (
+    EVICTING_GROWTH,
+    GROWTH,
+    Padding,
+    Ragged,
+    fill_windows,
+    grow,
+    grow_tail,
+    in_buffer,
+    pages_for,
+    tail_limits,
+)
 
 Pages = tuple[Sequence[Tensor], Tensor, Tensor, Tensor]
 """Destination of tokens: tensors of one side's pages, their table, tokens there so far, and new ones."""
@@ -308,7 +318,7 @@ class KVStore:
         self.state = self.state.replace(states=states)
 
     def move_into(self, buffer: StepState, blocks: Sequence[int]) -> None:
-        """Moves what the store holds into a buffer of recorded steps: see `hfkvq.caches.store.growth.in_buffer`."""
+        """Moves what the store holds into a buffer of recorded steps: see `hfkvq.caches.store.windows.in_buffer`."""
         self.state = in_buffer(self.state, buffer, blocks)
 
     def _for_rows(self, q_abs: Tensor | None, tags: ColumnTags | None) -> tuple[Tensor | None, ColumnTags | None]:
@@ -371,7 +381,7 @@ class KVStore:
             self._advance(keys.shape[2], padding)
             fill_windows(self.state, keys, values, old[LENGTH], padding)
 
-    @lasting
+    @outside_inference_mode
     def extend(
         self,
         keys: Tensor,
@@ -412,7 +422,7 @@ class KVStore:
             self.grow_tails(1, fresh)
             fill_windows(self.state, keys, values, counters[LENGTH], padding)
 
-    @lasting
+    @outside_inference_mode
     def extend_ragged(self, keys: Tensor, values: Tensor, rows: Ragged, q_abs: Tensor | None = None) -> None:
         """`extend` for rows of any lengths, which hold nothing yet. The store gets other windows, as long as before.
 
@@ -595,7 +605,7 @@ class KVStore:
         self.counters[RUNS:].add_(route.added)
         return route
 
-    @lasting
+    @outside_inference_mode
     def note_evicted(self, shorter: int, evicted: Tensor, settled: int, columns: Tensor | None = None) -> None:
         """Counts tokens of the prompt that has just come which were chosen not to be stored.
 
@@ -627,7 +637,7 @@ class KVStore:
             self.grow_tail(side, need, empty)
 
     def grow_tail(self, side: Side, need: int, empty: bool = False) -> None:
-        """Makes the tail at least ``need`` slots long, up to its limit; see `hfkvq.caches.store.growth.grow_tail`."""
+        """Makes the tail at least ``need`` slots long, up to its limit; see `hfkvq.caches.store.windows.grow_tail`."""
         self.state = grow_tail(self.state, side, need, self.tail_limit[side], empty)
 
     # Rows and lengths change. `write_pages` comes next; until then the state before could come back.
@@ -648,7 +658,7 @@ class KVStore:
         """Keeps rows ``rows`` (i64 (B',)) only, and gives the other rows' pages back."""
         self.state = selected(self.state, self.rows_of(rows.to(self.device)))
 
-    @lasting
+    @outside_inference_mode
     def clear(self) -> None:
         """Forgets all tokens; keeps the allocation."""
         self.counters.zero_()

@@ -15,7 +15,7 @@ from torch import Tensor
 from hfkvq.kernels.decode import LENGTH, RUNS
 from hfkvq.kernels.pages import PageFormat, RunView, Side, StoreFormat
 
-from ..base.inference_mode import lasting
+from ..base import outside_inference_mode
 from .routing import read_counters
 from .row_lengths import RowState
 from .state import SIDES, StoreState, as_bytes, own_table
@@ -91,7 +91,7 @@ def _held(state: StoreState, i: int, counters: Sequence[Sequence[int]]) -> Tenso
     return window.masked_fill(~held.to(window.device)[:, None, :, None], 0)
 
 
-@lasting
+@outside_inference_mode
 def unpacked(empty: StoreState, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StoreState:
     """The state that was packed, on the device of an empty one of the same layout, rows and dtype.
 

@@ -29,13 +29,13 @@ from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, run_count
 from hfkvq.kernels.pages import PageFormat, RunView, Side
 from hfkvq.kernels.windows import tokens_due_by_row
 
-from ..base.inference_mode import lasting
+from ..base import outside_inference_mode
 from ..schemes.base import Layout, Scheme
 from .columns import as_pages, gather, positions, run_columns, take
-from .growth import grow
 from .kvstore import KVStore, write_pages
 from .row_lengths import RowState
 from .state import SIDES, StoreState
+from .windows import grow
 
 EVICT, STAY = -1, -2
 """Targets beside the number of a run."""
@@ -256,7 +256,7 @@ def requantize_by_tags(store: KVStore, tags: Tensor) -> bool:
     return _apply(store, target.to(torch.int8), where)
 
 
-@lasting
+@outside_inference_mode
 def _apply(store: KVStore, target: Tensor, where: Tensor | None, hold: int = 0, q_abs: Tensor | None = None) -> bool:
     keeps_room = store.capacity is not None
     done = requantized(store.state, store.layout, store.scheme, target, where, hold, q_abs, keeps_room)

@@ -12,11 +12,11 @@ from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count
 from hfkvq.kernels.pages import RunView, Side
 from hfkvq.kernels.products import table_pages
 
-from ..base.inference_mode import lasting
+from ..base import outside_inference_mode
 from ..schemes.base import Layout, SideLayout
-from .growth import enlarge, grow_tail, pages_for
 from .row_lengths import RowState
 from .state import SIDES, PageWrite, StoreState, as_bytes, in_turn, own_table
+from .windows import enlarge, grow_tail, pages_for
 
 
 def reordered(state: StoreState, layout: Layout, rows: Tensor) -> StoreState:
@@ -60,7 +60,7 @@ def selected(state: StoreState, rows: Tensor) -> StoreState:
     return take_rows(state.replace(runs=runs), rows)
 
 
-@lasting
+@outside_inference_mode
 def joined(states: Sequence[StoreState]) -> StoreState:
     """A state of the rows of several, which are of one format and have windows and runs of one size; copies pages."""
     one = states[0]
@@ -95,7 +95,7 @@ def used_blocks(state: StoreState) -> tuple[int, ...]:
     return tuple(min(view.table.shape[1], pages_for(state.format, i, longest)) for i, view in enumerate(state.runs))
 
 
-@lasting
+@outside_inference_mode
 def part(state: StoreState, first: int, rows: int, blocks: Sequence[int]) -> StoreState:
     """The state of some rows one behind another, with so many blocks in each run."""
     runs = []

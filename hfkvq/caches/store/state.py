@@ -13,7 +13,7 @@ from torch import Tensor
 from hfkvq.kernels.decode import RUNS
 from hfkvq.kernels.pages import PageFormat, RunView, Side, StoreFormat
 
-from ..base.inference_mode import lasting
+from ..base import outside_inference_mode
 from ..schemes.base import Layout
 from .host import check_device, hosted
 from .routing import Counters, HostCounters
@@ -87,7 +87,7 @@ class StoreState:
     offloaded: bool = False
 
     @classmethod
-    @lasting
+    @outside_inference_mode
     def empty(
         cls, layout: Layout, keys: Tensor, values: Tensor, tail: int, counted: bool, offloaded: bool = False
     ) -> StoreState:
@@ -173,7 +173,7 @@ class StoreState:
             part[target] = pages
         return self.replace(writes=()) if self.writes else self
 
-    @lasting
+    @outside_inference_mode
     def map(self, change: Callable[[Tensor], Tensor]) -> StoreState:
         """The same with every tensor changed."""
 

@@ -7,10 +7,145 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from hfkvq.kernels.decode import LENGTH
+from hfkvq.kernels.decode import ABSENT, LENGTH, column_positions
+from hfkvq.kernels.pages import Side, StoreFormat
+from hfkvq.kernels.step import MAX_STEP, StepState
 
-from .state import StoreState
+from ..base import outside_inference_mode
+from ..schemes.base import Layout
+from .state import SIDES, StoreState, as_bytes, in_turn
+
+GROWTH = 1.25
+"""Factor by which pages grow in eager use: amortized like doubling, with a fifth of the unused room at the most."""
+
+EVICTING_GROWTH = 1 + 1 / 32
+"""The same where tokens are evicted: a budget is soon full, and only what is generated comes beyond it. One page more
+below 32 pages; from there on a token is copied some 32 times."""
+
+
+def pages_for(form: StoreFormat, run: int, tokens: int) -> int:
+    """Pages that so many tokens of a row take in a run; -1 is the last run, which often is the only one."""
+    return -(-tokens // form.runs[run][0].page_size)
+
+
+def grow(state: StoreState, run: int, blocks: int, factor: float = GROWTH) -> StoreState:
+    """Reserves at least ``blocks`` pages a row; existing pages keep their numbers.
+
+    Args:
+        state: the store's. It is not changed, so without memory nobody counts on the room.
+        run: which run.
+        blocks: pages that each row needs.
+        factor: by which a run that has pages grows at least.
+    """
+    return state if blocks <= state.runs[run].table.shape[1] else _grown(state, run, blocks, factor)
+
+
+@outside_inference_mode
+def _grown(state: StoreState, run: int, blocks: int, factor: float) -> StoreState:
+    view = state.runs[run]
+    have = view.table.shape[1]
+    if have and factor > 1:
+        blocks = max(blocks, int(have * factor) + 1)
+    if state.format.ring:
+        have, more = state.format.pages(have), state.format.pages(blocks)
+        first = view.keys[0].shape[0]
+        ids = torch.arange(first, first + state.batch * (more - have), dtype=torch.int32, device=state.device)
+        state = enlarge(state, run, ids.numel()) if ids.numel() else state
+        pages = torch.cat([view.table[:, :have], ids.view(state.batch, -1)], 1)
+        return state.with_run(run, table=in_turn(pages, blocks))
+    first, extra = view.keys[0].shape[0], state.batch * (blocks - have)
+    ids = torch.arange(first, first + extra, dtype=torch.int32, device=state.device).view(state.batch, -1)
+    state = enlarge(state, run, extra)
+    table, pos = torch.cat([view.table, ids], 1) if have else ids, view.pos
+    if pos is not None:
+        more = pos.new_zeros(state.batch, (blocks - have) * state.format.runs[run][0].page_size)
+        pos = torch.cat([pos, more], 1) if have else more
+    return state.with_run(run, table=table, pos=pos)
+
+
+def enlarge(state: StoreState, run: int, pages: int) -> StoreState:
+    """Adds so many pages to a run, which belong to no row yet."""
+    view, formats = state.runs[run], state.format.runs[run]
+    keys, values = (
+        [_joined(x, more) for x, more in zip(parts, state.pages(fmt, side, pages), strict=True)]
+        for side, fmt, parts in zip(SIDES, formats, (view.keys, view.values), strict=True)
+    )
+    return state.with_run(run, keys=keys, values=values)
+
+
+def _joined(x: Tensor, more: Tensor) -> Tensor:
+    return torch.cat([x, more]) if x.shape[0] else more
+
+
+def tail_limits(layout: Layout, hold: int) -> dict[Side, int]:
+    """Slots that tails need at the most, if ``hold`` tokens at least stay unsealed."""
+    sides: Sequence[tuple[Side, int, int]] = (
+        ("keys", layout.keys.local, layout.keys.unit),
+        ("values", layout.values.local, layout.values.unit),
+    )
+    return {side: max(local, hold) + unit - 1 + MAX_STEP for side, local, unit in sides}
+
+
+def grow_tail(state: StoreState, side: Side, need: int, limit: int, empty: bool = False) -> StoreState:
+    """Makes the tail at least ``need`` slots long, by doubling, up to ``limit``; tokens move to their new slots.
+
+    Args:
+        state: the store's.
+        side: "keys" or "values".
+        need: slots.
+        limit: see `tail_limits`.
+        empty: whether nothing that the tail holds is wanted.
+    """
+    at = 2 + SIDES.index(side)
+    return state if need <= state.windows[at].shape[2] else _grown_tail(state, side, at, need, limit, empty)
+
+
+@outside_inference_mode
+def _grown_tail(state: StoreState, side: Side, at: int, need: int, limit: int, empty: bool) -> StoreState:
+    tail = state.windows[at]
+    have = tail.shape[2]
+    # A crop may leave more in the tail than the layout would, hence the outer max.
+    need = max(need, min(2 * have, limit))
+    grown = tail.new_zeros(*tail.shape[:2], need, tail.shape[3])
+    if empty:
+        return state.with_window(at, grown)
+    where = column_positions(state.format, state.counters, state.runs, have, side)[:, -have:]
+    # Slots that hold nothing share one target outside the window and are cut off with it.
+    slot = torch.where(where > ABSENT, (where - state.sizes.sink) % need, need).long()
+    grown = pad(grown, (0, 0, 0, 1))
+    grown.scatter_(2, slot[:, None, :, None].expand(-1, state.heads, -1, tail.shape[3]), tail)
+    return state.with_window(at, grown[:, :, :need].contiguous())
+
+
+def in_buffer(state: StoreState, buffer: StepState, blocks: Sequence[int]) -> StoreState:
+    """The state with its tensors in a buffer of recorded steps; those that are elsewhere are copied there.
+
+    Args:
+        state: as it was. It is not changed, so that it still stands if anything fails.
+        buffer: the layer's tensors.
+        blocks: pages of a row in the buffer, for each run. Pages beyond these hold no token.
+    """
+    if state.counters is not buffer.counters:
+        buffer.counters.copy_(state.counters)
+    for own, new in zip(state.windows, buffer.windows, strict=True):
+        if own is not new:
+            new.copy_(own)
+    for own, new, count in zip(state.runs, buffer.runs, blocks, strict=True):
+        have = state.format.pages(min(own.table.shape[1], count))
+        pairs = list(zip((*own.keys, *own.values), (*new.keys, *new.values), strict=True))
+        if not all(a is b for a, b in pairs):
+            new.table.copy_(state.own_table(count))
+            target, source = (view.table[:, :have].flatten().long() for view in (new, own))
+            for old, part in pairs:
+                as_bytes(part)[target] = as_bytes(old)[source]
+        elif own.table is not new.table:
+            new.table.copy_(own.table)
+        if own.pos is not None and new.pos is not None and own.pos is not new.pos:
+            slots = min(own.pos.shape[1], new.pos.shape[1])
+            new.pos[:, :slots].copy_(own.pos[:, :slots])
+    return state.replace(counters=buffer.counters, windows=buffer.windows, runs=buffer.runs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,9 @@
 """Triaxial tags of the tokens of a conversation, read from their ids alone."""
 
 from .axes import MODAL, PAD, SEMANTIC, TAGS, TEMPORAL, age_tags, parse_tag, tag_axes, tag_number
-from .formats import FORMATS, find_format, get_format
+from .formats import FORMATS, ChatFormat, Opening, Span, find_format, get_format
 from .placeholders import ImageTokens, placeholders
 from .tagger import Extension, Tagger, TagState
-from .templates import ChatFormat, Opening, Span
 
 __all__ = [
     "FORMATS",

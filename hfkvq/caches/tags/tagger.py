@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from .axes import KINDS, PAD, TAGS, TEMPORAL, age_tags, parse_tag
-from .formats import find_format, get_format
-from .grammar import Grammar
+from .formats import ChatFormat, find_format, get_format
 from .placeholders import placeholders
-from .scan import Place, Scan
-from .templates import ChatFormat
+from .scan import Grammar, Place, Scan
 
 Ids = Tensor | Sequence[int] | Sequence[Sequence[int]]
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hfkvq.caches.schemes.base import Layout, Scheme, SideLayout, get_scheme, list_schemes, nearest
-from hfkvq.caches.schemes.registry import entry_of, listed
+from hfkvq.caches.schemes.base import Layout, Scheme, SideLayout, entry_of, get_scheme, list_schemes, listed, nearest
 from hfkvq.caches.store import MAX_STEP, SIDES, KVStore
 from hfkvq.kernels.decode import LENGTH, run_count, sealed_count
 from hfkvq.kernels.pages import PageFormat

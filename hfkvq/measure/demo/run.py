@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from hfkvq.caches.compile import compile_ahead
-from hfkvq.caches.schemes.base import Scheme, get_scheme, list_schemes
+from hfkvq.caches.schemes.base import Scheme, get_scheme, list_schemes, listed
 from hfkvq.caches.schemes.preset import get_preset
-from hfkvq.caches.schemes.registry import listed
 
 from ..records import BASELINE, device_name, finite, versions
 from .answers import Written, answer, kl_divergence, make_cache, predictions, read_memory, texts

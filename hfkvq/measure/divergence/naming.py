@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import QuantizedCache
 
-from hfkvq.caches.base.spelling import split_knobs
+from hfkvq.caches.schemes.base import listed, split_knobs
 from hfkvq.caches.schemes.preset import Preset, get_preset
-from hfkvq.caches.schemes.registry import listed
 
 _PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 """Spelling of a class: ``package.module:Class``."""

@@ -10,9 +10,8 @@ import torch
 
 from hfkvq.caches.base.model_config import latent_dims, text_config
 from hfkvq.caches.layers.memory import format_bytes
-from hfkvq.caches.schemes.base import latent_layout
+from hfkvq.caches.schemes.base import latent_layout, listed
 from hfkvq.caches.schemes.preset import Preset, get_preset
-from hfkvq.caches.schemes.registry import listed
 from hfkvq.measure.models import find_model, read_config
 from hfkvq.measure.models.outline import Outline, checkpoint_bytes, outline
 from hfkvq.measure.presets import widest_first

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hfkvq.caches.layer_state.query_statistics import QueryStatistics
-from hfkvq.caches.layer_state.token_record import TokenRecord
+from hfkvq.caches.layer_state.tags import TokenRecord
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.schemes.base import UNTAGGED, Scheme
 from hfkvq.caches.schemes.eviction import TieredEviction, TokenEviction

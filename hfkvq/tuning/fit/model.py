@@ -11,11 +11,11 @@ import torch
 
 from hfkvq.caches.base.model_config import queries_per_head
 from hfkvq.caches.cache import MixedKVCache
-from hfkvq.caches.layer_state.token_record import room_for_columns
+from hfkvq.caches.layer_state.tags import room_for_columns
+from hfkvq.caches.layers.build import in_window
 from hfkvq.caches.schemes.base import Scheme
 from hfkvq.caches.schemes.eviction import TokenEviction
 from hfkvq.caches.schemes.preset import Preset, get_preset
-from hfkvq.caches.schemes.sliding_window import in_window
 from hfkvq.caches.step_graphs import graphs_enabled
 from hfkvq.measure.models.outline import Outline, outline
 from hfkvq.sizes import parse_size
@@ -137,7 +137,7 @@ def _kind_of_steps(model: Outline, preset: Preset) -> tuple[bool, bool]:
 
 
 def _record_bytes(come: Arrival) -> int:
-    """Ids and tags of a row, see `hfkvq.caches.layer_state.token_record`."""
+    """Ids and tags of a row, see `hfkvq.caches.layer_state.tags`."""
     room = 0
     for end in (*come.ends(), *range(come.prompt + 1, come.prompt + come.generated + 1)):
         room = room_for_columns(room, end)

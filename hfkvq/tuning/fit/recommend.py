@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfkvq.caches.cache import DEFAULT_SCHEME
-from hfkvq.caches.schemes.base import get_scheme
+from hfkvq.caches.schemes.base import entry_of, get_scheme, in_order
 from hfkvq.caches.schemes.preset import Preset, get_preset
-from hfkvq.caches.schemes.registry import entry_of, in_order
 from hfkvq.measure.doctor import UNSAFE, row_verdict
 from hfkvq.measure.figures import figure
 from hfkvq.measure.presets import long_context_bits, widest_first

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfkvq import list_schemes
-from hfkvq.caches.schemes.registry import listed
+from hfkvq.caches.schemes.base import listed
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.measure.bench.cases import (

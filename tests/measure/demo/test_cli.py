@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hfkvq
-from hfkvq.caches.schemes.registry import in_order
+from hfkvq.caches.schemes.base import in_order
 from hfkvq.measure.figures import figure
 from hfkvq.measure.presets import describe
 from tests.command import assert_refused, invoke
