@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted((ROOT / "hfkvq").rglob("*.py"))
-LAYERS = ("build", "hybrid", "layer", "recurrent")
+LAYERS = ("build", "layer", "recurrent")
 TRANSFORMERS_DOORS = {
     f"hfkvq.caches.{name}"
     for name in (
@@ -17,7 +17,7 @@ TRANSFORMERS_DOORS = {
         "attention.interface",
         "attention.dense",
         "compile",
-        "make",
+        "named",
         "base.model_config",
         "layer_state.smoothing",
         *(f"layers.{x}" for x in LAYERS),
