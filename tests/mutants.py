@@ -59,7 +59,7 @@ CROP = SHARE = "caches/store/rows.py"
 APPEND = "kernels/append.py"
 STEP, DECODE, PAGES = "kernels/step/ops.py", "kernels/decode.py", "kernels/quantize.py"
 RANK, KEPT, EVICT, POLICY = (
-    "caches/schemes/ranking.py",
+    "caches/schemes/score_inputs.py",
     "caches/eviction/token_evictor.py",
     "caches/eviction/evictor.py",
     "caches/schemes/eviction.py",

@@ -17,7 +17,7 @@ from hfkvq.bounded import DAMAGE
 from hfkvq.version import __version__
 
 from .attention.interface import register
-from .attention.mla import pass_over
+from .attention.mla import patch_expand_kv
 from .base import outside_inference_mode, warn_once
 from .base.capture import RECORDERS
 from .base.config_switch import NAME, join, restore, switch
@@ -225,7 +225,7 @@ class MixedKVCache(Cache):
         if self.graphs is not None:
             intercept(model)
         if self.attached and any(layer.latents for layer in self.compressed_layers):
-            pass_over(model, self.config)
+            patch_expand_kv(model, self.config)
 
     def detach(self) -> None:
         """Restores the config's own attention implementation; the cache goes on working, intercepted."""
@@ -333,7 +333,7 @@ class MixedKVCache(Cache):
                 self._compiled = kernels
                 compile_kernels(self.config, self.compressed_layers, key_states)
         # A model that never asked for mask sizes has updated the recurrent layers before this one already.
-        with self.states.spoiled_on_error():
+        with self.states.invalidated_on_error():
             self._check_capacity(key_states.shape[2])
         if self._debug:
             self.integrity_check()
@@ -743,8 +743,8 @@ def _take_back(cache: MixedKVCache, layer_idx: int, tokens: int) -> None:
     transactions.level(own, seen_by, refused or 0)
     for i, state in cache._untouched.items():
         vars(cache.layers[i]).update(state)
-    # This comes last: the restored variables include ``spoiled`` of before.
-    cache.states.spoil()
+    # This comes last: the restored variables include ``invalid`` of before.
+    cache.states.invalidate()
 
 
 def _graphs_of(cache: MixedKVCache) -> StepGraphs:

@@ -1,4 +1,10 @@
-"""Files of caches: safetensors, with a description in JSON and a checksum over both. Nothing is unpickled."""
+"""Files of caches: safetensors, with a description in JSON and a checksum over both. Nothing is unpickled.
+
+Files of a prefix store are written whole, read whole or not at all, the least recently used removed first. Nothing
+refers to a file that is older than itself: whoever uses a prompt's files touches its end with the oldest time, then its
+pages from last to first. So the least recently used file is always one that no other needs, of whatever prompts share
+it.
+"""
 
 from __future__ import annotations
 

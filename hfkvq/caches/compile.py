@@ -15,7 +15,7 @@ from hfkvq.kernels.step import StepPlan
 
 from .base.model_config import attention_shape, latent_dims, stock_layers, text_config, windows_of
 from .layers import KVLayer, PaddingReader
-from .layers.build import in_window, is_held_in_pages
+from .layers.build import is_held_in_pages, scheme_for_window
 from .schemes.base import Scheme, latent_layout
 from .schemes.preset import Preset
 
@@ -86,7 +86,7 @@ def layer_plan(scheme: Scheme, shape: LayerShape, dtype: torch.dtype, several: b
     dims = shape.head_dim, shape.rope_dim or shape.head_dim
     scheme.layout(*dims).check(*dims)
     if shape.window:
-        scheme = in_window(scheme, shape.window, dims)
+        scheme = scheme_for_window(scheme, shape.window, dims)
     layer = KVLayer(scheme, PaddingReader(), 1, recordable=True, window=shape.window)
     layer.latents = shape.rope_dim > 0 and latent_layout(scheme, *dims) is not None
     layer.record_past = several

@@ -1,4 +1,4 @@
-"""Caches named after papers: `MixedKVCache` with the preset fixed.
+"""Caches named after papers: `MixedKVCache` with the preset fixed; and `make_cache`, the cache of any preset.
 
 Knobs are keyword arguments, as of `MixedKVCache`: ``hfkvq schemes kitty`` lists them, and the dataclass of the scheme
 types them: ``MixedKVCache(model, schemes.Kitty(boost_ratio=0.2))`` is ``KittyCache(model, boost_ratio=0.2)``.

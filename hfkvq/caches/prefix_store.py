@@ -1,4 +1,7 @@
-"""`PrefixStore`: prompts on disk, found by how a new one begins."""
+"""`PrefixStore`: prompts on disk, found by how a new one begins.
+
+A packed cache is cut into full pages, which other prompts may have as well, and the rest, which is its own.
+"""
 
 from __future__ import annotations
 

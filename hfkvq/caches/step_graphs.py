@@ -4,6 +4,9 @@ Every call of the model comes by: PyTorch asks a module for a replacement of its
 there), and `CallInterceptor` is the replacement of models that are given our caches. So every mode of `generate`, and
 loops of users' own, have their steps replayed, and no model code is changed. What is no step, or cannot be captured,
 goes on to the model as it came.
+
+A graph writes to addresses, so a cache owns its buffers and graphs together. An empty cache takes over those that the
+last cache of its kind has left; every other cache makes its own.
 """
 
 from __future__ import annotations
@@ -203,8 +206,8 @@ class Placement:
         sync.prepare(tokens)
         buffers, found = self.buffers, sync.buffers
         need = sync.seen + tokens
-        if found is None or need > found.room or not found.is_of(buffers) or not self.states.move_in(found.states):
-            sync.settle()
+        if found is None or need > found.room or not found.is_of(buffers) or not self.states.copy_in(found.states):
+            sync.apply_graph_steps()
             # Buffers that have no use any more free their memory for others.
             sync.buffers = found = self.spare.left = None
             found = sync.buffers = self._made(buffers, need)
@@ -342,7 +345,7 @@ class StepGraphs:
             if not self.placement.states.layers:
                 return model._call_impl(*args, **kwargs)
             before = self.sync.seen
-            with self.placement.states.spoiled_if_torn(lambda: self.sync.has_passed(before)):
+            with self.placement.states.invalidated_on_partial_write(lambda: self.sync.has_passed(before)):
                 return model._call_impl(*args, **kwargs)
 
     def _read(
@@ -451,7 +454,7 @@ class StepGraphs:
                 self._give_up(model, kind, self._why)
         try:
             out = self._first(model, cache, tensors, step)
-            if not states.lie_in(buffers.states):
+            if not states.are_in(buffers.states):
                 self._give_up(model, kind, "its layers keep recurrent states in new tensors at each step")
             return True, out
         except torch.OutOfMemoryError:
@@ -540,7 +543,7 @@ class StepGraphs:
         return list(dict.fromkeys([first, *held, *(x.device for x in self.placement.states.tensors())]))
 
     def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: CapturableCache, step: Step) -> Any:
-        with self.placement.states.spoiled_on_error():
+        with self.placement.states.invalidated_on_error():
             return self._whole(cache, tensors, step, lambda: recorded.replay(tensors, cache))
 
     # Tokens come and go.

@@ -17,7 +17,7 @@ from hfkvq.caches.layer_state.smoothing import KeySmoothing
 from hfkvq.caches.layers import KVLayer
 from hfkvq.caches.schemes.eviction import EvictionScheme, TieredEviction
 from hfkvq.caches.store import KVStore, StoreState
-from hfkvq.caches.store.columns import gather
+from hfkvq.caches.store.requantize import gather
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions
 from tests.caches.driver import _stored_row, assert_same_bits, attention, steady, stored
 from tests.caches.models import config

@@ -14,9 +14,8 @@ from transformers import DynamicCache
 from hfkvq import ARKVCache, MixedKVCache, get_scheme
 from hfkvq.caches.layers.build import group_layers
 from hfkvq.caches.schemes import Arkv
-from hfkvq.caches.schemes.ranking import Attention, tier_widths, token_scores
-from hfkvq.caches.store.columns import positions
-from hfkvq.caches.store.requantize import EVICT, STAY, requantize_by_tiers
+from hfkvq.caches.schemes.score_inputs import Attention, tier_widths, token_scores
+from hfkvq.caches.store.requantize import EVICT, STAY, positions, requantize_by_tiers
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START
 from tests.caches.driver import (

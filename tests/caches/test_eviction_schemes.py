@@ -22,8 +22,14 @@ from hfkvq.caches.schemes import H2O, TOVA, ExpectedAttention, PyramidKV, SnapKV
 from hfkvq.caches.schemes import score_inputs as evidence_module
 from hfkvq.caches.schemes.base import Limits, warn_of_limits
 from hfkvq.caches.schemes.eviction import EvictionScheme, TokenEviction
-from hfkvq.caches.schemes.ranking import expected_attention, token_scores
-from hfkvq.caches.schemes.score_inputs import Evidence, keep_columns, keep_mask, prompt_evidence
+from hfkvq.caches.schemes.score_inputs import (
+    Evidence,
+    expected_attention,
+    keep_columns,
+    keep_mask,
+    prompt_evidence,
+    token_scores,
+)
 from hfkvq.caches.store import KVStore, Padding
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START

@@ -37,13 +37,13 @@ def expected(family, run):
 @pytest.fixture
 def attended(monkeypatch):
     """Counts steps that attend to latents as they are."""
-    calls, absorb = [], mla.absorbed
+    calls, absorb = [], mla.absorb_queries
 
     def counted(module, query):
         calls.append(query.shape)
         return absorb(module, query)
 
-    monkeypatch.setattr("hfkvq.caches.attention.interface.absorbed", counted)
+    monkeypatch.setattr("hfkvq.caches.attention.interface.absorb_queries", counted)
     return calls
 
 

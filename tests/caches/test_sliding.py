@@ -12,7 +12,7 @@ from evals import matrix
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches.layer_state.base import ROLLBACK
 from hfkvq.caches.layers import KVLayer, PaddingReader
-from hfkvq.caches.layers.build import in_window
+from hfkvq.caches.layers.build import scheme_for_window
 from hfkvq.caches.schemes import Full
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import SPARE
@@ -241,10 +241,10 @@ def test_pages_run_out_of_memory(monkeypatch):
 def test_which_pages_hold_a_window():
     dims = (128, 128)
     kitty = get_scheme("kitty-pro")
-    assert in_window(kitty, 1024, dims) is kitty
+    assert scheme_for_window(kitty, 1024, dims) is kitty
     for name, window in (("kitty-pro", 1023), ("kitty-pro", 5), ("arkv", 4096), ("snapkv", 4096), ("triaxial", 4096)):
-        assert in_window(get_scheme(name), window, dims) == Full(page_size=32)
-    assert in_window(FULL, 16, dims) == FULL
+        assert scheme_for_window(get_scheme(name), window, dims) == Full(page_size=32)
+    assert scheme_for_window(FULL, 16, dims) == FULL
     with pytest.raises(ValueError, match="window: got 100 tokens, but the newest 256 are held outside of pages"):
         kitty.layout(*dims).in_window(100)
 

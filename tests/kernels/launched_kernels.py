@@ -21,7 +21,7 @@ from hfkvq import kernels
 from hfkvq.caches.attention import interface
 from hfkvq.caches.compile import LayerShape, layer_plan
 from hfkvq.caches.layers import KVLayer, PaddingReader
-from hfkvq.caches.layers.build import group_layers, in_window
+from hfkvq.caches.layers.build import group_layers, scheme_for_window
 from hfkvq.caches.schemes.base import Scheme, get_scheme
 from hfkvq.caches.steps import device_steps
 from hfkvq.kernels.compile import SEVERAL, normal
@@ -57,7 +57,7 @@ def scheme_of(preset: str) -> tuple[Scheme, int]:
     """A preset's scheme, and the window behind its name, as in ``full@128``."""
     name, _, window = preset.partition("@")
     scheme = get_scheme(name)
-    return in_window(scheme, int(window), (DIM, DIM)) if window else scheme, int(window or 0)
+    return scheme_for_window(scheme, int(window), (DIM, DIM)) if window else scheme, int(window or 0)
 
 
 def run(preset: str, rows: int, tokens: int, capacity: int, sizes: Sequence[int] = (1, 1)) -> None:

@@ -1,4 +1,7 @@
-"""The attention and mask functions that Transformers finds under the name "hfkvq"."""
+"""The attention and mask functions that Transformers finds under the name "hfkvq".
+
+In a recorded step, attention is one opaque operation a layer.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from ..layers.handle import layer_of
 from ..steps.device_steps import StepKV
 from ..steps.step_buffer import OWNERS
 from .dense import WITHOUT_CUDNN, attend_layer, dense_attention, is_plain
-from .mla import absorbed, expanded, valued
+from .mla import absorb_queries, expand_latents, values_from_latents
 
 # Older releases have no such tag, and no graphs in parts either.
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
@@ -141,8 +144,8 @@ def hfkvq_attention(
         note_queries(module, query, key.shape[1], bool(arguments.softcap) or sinks is not None)
         return dense_attention(module, query, key, value, arguments, dropout, **kwargs)
     latents, tiles = layer.latents, key.tiles  # type: ignore[attr-defined]
-    asked = absorbed(module, query) if latents and query.shape[2] <= MAX_STEP else _in_rows(query, tiles)
-    after = partial(valued, module) if latents else partial(_in_tiles, tiles=tiles)
+    asked = absorb_queries(module, query) if latents and query.shape[2] <= MAX_STEP else _in_rows(query, tiles)
+    after = partial(values_from_latents, module) if latents else partial(_in_tiles, tiles=tiles)
 
     def dense() -> Tensor:
         if tiles == 1 and is_plain(arguments, layer.columns, dropout, kwargs):
@@ -151,7 +154,7 @@ def hfkvq_attention(
                 return found
         keys, values = key.materialize(), value.materialize()  # type: ignore[attr-defined]
         if latents:
-            keys, values = expanded(module, keys, values)
+            keys, values = expand_latents(module, keys, values)
         with WITHOUT_CUDNN if query.shape[2] <= MAX_STEP else contextlib.nullcontext():
             found, _ = dense_attention(module, query, keys, values, arguments, dropout, **kwargs)
         return found.transpose(1, 2)

@@ -28,7 +28,7 @@ def expand_kv(module: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
     return type(module).expand_kv(module, kv_nope, k_rot)
 
 
-def pass_over(model: torch.nn.Module, config: Any) -> None:
+def patch_expand_kv(model: torch.nn.Module, config: Any) -> None:
     """Lets a model's modules pass handles on, until the switched config is given its old attention back."""
     for module in model.modules():
         if hasattr(type(module), "expand_kv"):
@@ -48,12 +48,12 @@ class _Undo:
             vars(module).pop("expand_kv", None)
 
 
-def expanded(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+def expand_latents(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     """Keys (B, Hq, T, D) and values (B, Hq, T, Dv) that a module makes of dense latents (B, 1, T, R), as it does it."""
     return type(module).expand_kv(module, latents, rotary)
 
 
-def absorbed(module: Any, query: Tensor) -> Tensor:
+def absorb_queries(module: Any, query: Tensor) -> Tensor:
     """Queries (B, Hq, Q, D) as they ask latents: (B, Hq, Q, R + rope), what is left of them behind."""
     size, (batch, heads, queries, _) = module.qk_nope_head_dim, query.shape
     keys = _matrices(module, query)[:, :size]
@@ -62,7 +62,7 @@ def absorbed(module: Any, query: Tensor) -> Tensor:
     return torch.cat([asked, query[..., size:]], -1)
 
 
-def valued(module: Any, means: Tensor) -> Tensor:
+def values_from_latents(module: Any, means: Tensor) -> Tensor:
     """Outputs (B, Hq, Q, Dv) of means of latents (B, Hq, Q, R)."""
     batch, heads, queries, rank = means.shape
     values = _matrices(module, means)[:, module.qk_nope_head_dim :]

@@ -1,25 +1,181 @@
-"""Evictor of a layer, for any scheme that evicts: keeps the queries that judge tokens, and scores' history."""
+"""Evictor of a layer, for any scheme that evicts: keeps the queries that judge tokens, and scores' history.
+
+Two kinds of tokens are judged. Those that a store holds, by `stored_evidence`; and those of a first prompt beyond its
+budget, of which `choose` names the ones that stay before anything is stored. These are handed to the store as if they
+were the whole prompt, so any layout takes them, and they are quantized once, from what the model gave. The host knows
+how many tokens a row keeps, and asks the device nothing.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from hfkvq import kernels
 from hfkvq.kernels.arguments import AttentionArguments
-from hfkvq.kernels.decode import LENGTH
+from hfkvq.kernels.decode import ABSENT, LENGTH, START, column_positions, run_count
+from hfkvq.kernels.masks import fold_mask
+from hfkvq.kernels.pages import Side
 
 from ..layer_state.base import LayerBase, Part, unchanged_on_error
 from ..layer_state.group import Group
 from ..schemes.eviction import EvictionScheme
-from ..schemes.score_inputs import keep_columns, keep_mask, prompt_evidence
-from ..store import MAX_STEP, Padding
+from ..schemes.score_inputs import ELEMENTS, Attention, Evidence, Kind, keep_columns, keep_mask, prompt_evidence
+from ..store import MAX_STEP, SIDES, Padding, StoreState
 from ..store.kvstore import KVStore
 from ..store.packing import Packed
-from .stored_scores import Observation
+from ..store.requantize import gather
+
+
+@dataclass(frozen=True, slots=True)
+class QueryWindow:
+    """The newest queries of an attention call, and what the call was given with them.
+
+    Attributes:
+        query: (B, Hq, Q, D), after RoPE, not scaled; their keys are in the store by the time it is looked at.
+        real: bool (B, Q), queries that are no padding.
+        arguments: of the call, as `kernels.decode_attention` takes them.
+        prompt: bool (B,), rows for which the input was a prompt, by which layers are compared; None if for none.
+    """
+
+    query: Tensor
+    real: Tensor
+    arguments: AttentionArguments
+    prompt: Tensor | None
+
+
+def token_order(store: KVStore | StoreState, where: Tensor) -> Tensor:
+    """Columns of each row's tokens, oldest first: i64 (B*H, n), n the longest row; anything behind a row's end.
+
+    ``where`` is what `positions` says.
+    """
+    last = torch.iinfo(torch.int32).max
+    return torch.where(where > ABSENT, where, last).argsort(1)[:, : store.longest]
+
+
+def stored_evidence(
+    kinds: Collection[Kind], store: KVStore, seen: QueryWindow, where: Tensor, order: Tensor
+) -> Iterator[tuple[slice, Evidence]]:
+    """Evidence of what is stored, a few folded rows at a time; nothing is computed but what is asked for.
+
+    Keys, values and queries are in the basis of the store, which keeps products and norms.
+
+    Args:
+        kinds: see `EvictionScheme.evidence`.
+        store: what the layer holds, the queries' own tokens included.
+        seen: the queries.
+        where: see `positions`.
+        order: see `token_order`.
+
+    Yields:
+        The rows; their evidence, in which nobody pays a token that no query sees.
+    """
+    query, real = store.folded(seen.query), seen.real.repeat_interleave(store.fold, 0)
+    if kinds:
+        query = kernels.hadamard(query.float(), store.format.rotate_keys)
+    # A step whose query nobody asks for has none.
+    rows, (_, share, queries, _) = store.batch, query.shape
+    length, columns = store.counters[LENGTH].long(), order.shape[1]
+    tokens: dict[Side, Tensor] = {}
+    for side in SIDES:
+        if side in kinds:
+            own = order
+            if side == "values":
+                form, tail = store.format, store.windows[3].shape[2]
+                own = token_order(store, column_positions(form, store.counters, store.runs, tail, side))
+            tokens[side] = gather(store.state, side, own, range(len(store.runs)))[:, 0]
+    asks = bool({"attention", "received"} & set(kinds))
+    # Where all queries of a long prompt are asked, some of them at a time.
+    most = max(1, ELEMENTS // (share * where.shape[1])) if "received" in kinds else queries
+    at_once = max(1, ELEMENTS // (share * min(queries, most) * where.shape[1])) if asks else rows
+    for first in range(0, rows, at_once):
+        own = slice(first, min(first + at_once, rows))
+        paid = received = None
+        if asks:
+            paid, received = _paid(store, seen, query[own], real[own], where[own], order[own], own, most)
+        yield (
+            own,
+            Evidence(
+                length=length[own],
+                columns=columns,
+                scaling=seen.arguments.scaling,
+                attention=paid,
+                received=received if "received" in kinds else None,
+                queries=query[own] if "queries" in kinds else None,
+                real=real[own] if "queries" in kinds else None,
+                keys=tokens["keys"][own] if "keys" in tokens else None,
+                values=tokens["values"][own] if "values" in tokens else None,
+            ),
+        )
+
+
+def _paid(
+    store: KVStore,
+    seen: QueryWindow,
+    query: Tensor,
+    real: Tensor,
+    where: Tensor,
+    order: Tensor,
+    own: slice,
+    most: int,
+) -> tuple[Attention | None, Tensor]:
+    """Attention of folded rows' queries, ``most`` queries at a time: as it is if at once, and the sum."""
+    sinks, queries, total = _folded_sinks(store, seen), query.shape[2], None
+    paid = None
+    for first in range(0, queries, most):
+        last = min(first + most, queries)
+        x = _logits(store, seen, query[:, :, first:last], where, order, own, first - queries)
+        paid = Attention.of(x, None if sinks is None else sinks[own], real[:, first:last])
+        part = paid.mean * paid.count[:, None, None]
+        total = part if total is None else total + part
+    assert total is not None, "somebody asks"
+    return paid if queries <= most else None, total
+
+
+def _logits(
+    store: KVStore, seen: QueryWindow, query: Tensor, where: Tensor, order: Tensor, own: slice, first: int
+) -> Tensor:
+    """Logits of some queries of folded rows, the first counted from the end, over all tokens: f32 (N, r, Q, n)."""
+    count, share, queries, _ = query.shape
+    q = query.mul(seen.arguments.scaling).flatten(1, 2)[:, None]
+    logits = [q @ store.windows[0][own].float().transpose(-1, -2)]
+    for i, (view, (fmt, _)) in enumerate(zip(store.runs, store.format.runs, strict=True)):
+        sealed = run_count(store.counters, i, "keys")[own].contiguous()
+        logits.append(kernels.qk_pages(q, view.table[own].contiguous(), sealed, view.keys, fmt))
+    logits.append(q @ store.windows[2][own].float().transpose(-1, -2))
+    x = torch.cat(logits, -1).view(count, share, queries, -1)
+    x = x.gather(-1, order[:, None, None].expand(-1, share, queries, -1))
+    if seen.arguments.softcap:
+        x = torch.tanh(x / seen.arguments.softcap) * seen.arguments.softcap
+    place = where.gather(1, order)
+    visible = (place > ABSENT)[:, None, None]
+    mask = fold_mask(seen.arguments.mask, seen.query.shape[0], store.fold)
+    if mask is None:
+        newest = store.counters[LENGTH, own, None] + first + torch.arange(queries, device=q.device)
+        visible = visible & (place[:, None] <= newest[..., None])[:, None]
+    else:
+        column = (place + store.counters[START, own, None]).clamp(0, mask.shape[-1] - 1).long()
+        shown = (mask if mask.shape[0] == 1 else mask[own]).expand(count, -1, -1, -1)
+        if shown.shape[2] > 1:
+            shown = shown[:, :, first:][:, :, :queries]
+        shown = shown.gather(-1, column[:, None, None].expand(-1, *shown.shape[1:3], -1))
+        if mask.is_floating_point():
+            x = x + shown
+        else:
+            visible = visible & shown.bool()
+    return x.masked_fill(~visible, -torch.inf)
+
+
+def _folded_sinks(store: KVStore, seen: QueryWindow) -> Tensor | None:
+    """Sinks f32 (B*H, r) of folded rows."""
+    if seen.arguments.sinks is None:
+        return None
+    return seen.arguments.sinks.float().view(store.fold, -1).repeat(store.batch // store.fold, 1)
 
 
 class Choice(NamedTuple):
@@ -174,7 +330,7 @@ class Eviction(Part, Generic[S]):
         # Running attention call: queries that are no padding (B, n), and rows for which it is a prompt (B,).
         self._real: Tensor | None = None
         self._fresh: Tensor | None = None
-        self.pending: Observation | None = None
+        self.pending: QueryWindow | None = None
         self.scores: Tensor | None = None
 
     def new_store(self, keys: Tensor, values: Tensor) -> KVStore:
@@ -255,10 +411,10 @@ class Eviction(Part, Generic[S]):
             if mask is not None and mask.shape[2] > newest:
                 arguments = arguments._replace(mask=mask[:, :, -newest:])
             query = query[:, :, -newest:].detach()
-            self.pending = Observation(query, self._real[:, -newest:], arguments, self._fresh)
+            self.pending = QueryWindow(query, self._real[:, -newest:], arguments, self._fresh)
         self._real = self._fresh = None
 
-    def may_be_cut(self, seen: Observation | None) -> bool:
+    def may_be_cut(self, seen: QueryWindow | None) -> bool:
         """True if what is staged is a first prompt, whole and alone, whose queries have been shown."""
         layer = self.layer
         if seen is None or seen.prompt is None or layer.staged is None or self.store().longest:
@@ -284,9 +440,9 @@ class Eviction(Part, Generic[S]):
     def judge_step(self, query: Tensor) -> None:
         """The same by the query (B, Hq, 1, D) of a step that the host did not see; of no rows where none is kept."""
         real = torch.ones(self.layer.batch_size, 1, dtype=torch.bool, device=self.layer.device)
-        self._judge(Observation(query, real, self.arguments, None))
+        self._judge(QueryWindow(query, real, self.arguments, None))
 
-    def _judge(self, seen: Observation) -> None:
+    def _judge(self, seen: QueryWindow) -> None:
         raise NotImplementedError
 
     def _merged(self, scores: Tensor) -> Tensor:
@@ -364,7 +520,7 @@ class EvictingGroup(Group[E]):
                 scheme,
             )
 
-    def settle(self) -> None:
+    def settle_layers(self) -> None:
         """Layers that wait with sealing do what is due before the rows of any of them move."""
         for member in self.members:
             member.layer.settle()

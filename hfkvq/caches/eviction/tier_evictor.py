@@ -14,16 +14,13 @@ from hfkvq.kernels.decode import LENGTH, run_count
 from ..base import outside_inference_mode
 from ..layer_state.base import LayerBase
 from ..schemes.eviction import TieredEviction
-from ..schemes.ranking import tier_widths
-from ..schemes.score_inputs import Evidence, prompt_evidence
+from ..schemes.score_inputs import Evidence, prompt_evidence, tier_widths
 from ..store import KVStore, StoreState
-from ..store.columns import positions, run_columns
 from ..store.packing import Packed
-from ..store.requantize import EVICT, STAY, Requantized, requantize_by_tiers, requantized
+from ..store.requantize import EVICT, STAY, Requantized, positions, requantize_by_tiers, requantized, run_columns
 from ..store.rows import joined, part, used_blocks
 from ..store.windows import pages_for
-from .evictor import EvictingGroup, Eviction, keep, store_choice
-from .stored_scores import Observation, stored_evidence, token_order
+from .evictor import EvictingGroup, Eviction, QueryWindow, keep, store_choice, stored_evidence, token_order
 
 
 class Budget(NamedTuple):
@@ -225,7 +222,7 @@ class TierEvictor(Eviction[TieredEviction]):
 
     # Judging and trimming.
 
-    def _judge(self, seen: Observation) -> None:
+    def _judge(self, seen: QueryWindow) -> None:
         store, policy, due = self.store(), self.policy, self.layer.seen >= self.full_at
         where = positions(store)
         order = token_order(store, where)

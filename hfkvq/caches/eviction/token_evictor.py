@@ -16,11 +16,9 @@ from ..layer_state.base import LayerBase
 from ..schemes.eviction import EvictionScheme
 from ..schemes.score_inputs import keep_mask
 from ..store import MAX_STEP
-from ..store.columns import positions
 from ..store.packing import Packed
-from ..store.requantize import keep_tokens
-from .evictor import EvictingGroup, Eviction, choose, shared, store_choice
-from .stored_scores import Observation, stored_evidence, token_order
+from ..store.requantize import keep_tokens, positions
+from .evictor import EvictingGroup, Eviction, QueryWindow, choose, shared, store_choice, stored_evidence, token_order
 
 NEVER = 1 << 62
 """Tokens that no row will ever have."""
@@ -152,7 +150,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
 
     # Judging and trimming.
 
-    def _judge(self, seen: Observation) -> None:
+    def _judge(self, seen: QueryWindow) -> None:
         if self._stuck:
             self.scores = None
             return
@@ -179,7 +177,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
             found += zip(given.tolist(), left.tolist(), strict=True)
         return frozenset(found)
 
-    def _scores(self, seen: Observation, where: Tensor, order: Tensor) -> Tensor:
+    def _scores(self, seen: QueryWindow, where: Tensor, order: Tensor) -> Tensor:
         """f32 (B*H, n), oldest token first."""
         policy = self.policy
         parts = [
@@ -187,7 +185,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
         ]
         return torch.cat(parts)
 
-    def _trim(self, scores: Tensor, seen: Observation) -> Tensor:
+    def _trim(self, scores: Tensor, seen: QueryWindow) -> Tensor:
         """Evicts what is beyond the budget; scores of what is left. Asks the device once."""
         layer, store, policy = self.layer, self.store(), self.policy
         held = store.counters[LENGTH].long()
@@ -203,7 +201,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
         order = stays.to(torch.int8).argsort(dim=1, descending=True, stable=True)
         return scores.gather(1, order[:, : store.longest])
 
-    def _weights(self, seen: Observation) -> Tensor | None:
+    def _weights(self, seen: QueryWindow) -> Tensor | None:
         """Mean magnitude of the queries shown, by which channels of pages that are made again are weighed."""
         if "query" not in self.policy.needs:
             return None

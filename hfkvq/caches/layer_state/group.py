@@ -103,7 +103,7 @@ class DeviceSync(Group[Any]):
         self.ahead += tokens
         self.peak = max(self.peak, self.ahead)
 
-    def settle(self) -> None:
+    def apply_graph_steps(self) -> None:
         """Tells the layers of graph steps; asks the device nothing."""
         if self.peak:
             ahead, peak = self.ahead, self.peak
@@ -124,7 +124,7 @@ class DeviceSync(Group[Any]):
             ValueError: tokens of these steps found no room and were not stored.
         """
         if not self.stale:
-            self.settle()
+            self.apply_graph_steps()
             return
         self.stale, self.steps = False, 0
         self.ahead = self.peak = 0
@@ -160,7 +160,7 @@ class DeviceSync(Group[Any]):
         members = self.members
         first = members[0].layer
         if not self.stale:
-            self.settle()
+            self.apply_graph_steps()
             first.check_capacity(tokens)
             for member in members:
                 member.finish_update()
@@ -193,6 +193,6 @@ class DeviceSync(Group[Any]):
                 member.finish_update()
         bound = first.seen + self.ahead + tokens
         if any(member.wants_host(bound) for member in members):
-            self.settle()
+            self.apply_graph_steps()
             for member in members:
                 member.between_steps()

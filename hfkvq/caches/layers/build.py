@@ -1,4 +1,4 @@
-"""The layers of a cache, from a model's config and a preset."""
+"""The layers of a cache, from a model's config and a preset, and the schemes of layers with windows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PAGE = 32
 """Tokens of a window's 16-bit pages at the most: a ring of large ones would hold much more than the window."""
 
 
-def in_window(scheme: Scheme, window: int, dims: tuple[int, int]) -> Scheme:
+def scheme_for_window(scheme: Scheme, window: int, dims: tuple[int, int]) -> Scheme:
     """Scheme of a layer with a window: the cache's where that pays, or else 16-bit pages.
 
     16-bit pages take windows that are short beside what the scheme keeps unquantized anyway, and schemes that choose
@@ -171,7 +171,7 @@ def build_layers(
     offloaded = _offloaded_layers(offloading, full, schemes, name)
     for i, window in windows.items():
         if window:
-            schemes[i] = in_window(schemes[i], window, dims or (128, 128))
+            schemes[i] = scheme_for_window(schemes[i], window, dims or (128, 128))
     # Steps are recorded with "hfkvq" attention only, and need every layer to be of a kind that can be.
     why = "the attention implementation is not switched"
     as_they_are = [latents is not None and latent_layout(each, *latents) is not None for each in schemes]

@@ -654,7 +654,7 @@ class KVLayer(CacheLayerMixin):
         """
         self.catch_up()
         if commit and self.eviction is not None and self.defer:
-            self.eviction.group.settle()
+            self.eviction.group.settle_layers()
         self.settle(commit)
         return [part for part in (self.store, self.queries, self.eviction) if part is not None]
 

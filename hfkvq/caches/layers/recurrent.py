@@ -1,4 +1,4 @@
-"""Recurrent states: of layers with Mamba, linear attention or a short convolution, as Transformers has them.
+"""Recurrent states: of layers with Mamba, linear attention or a short convolution, with attention beside or without.
 
 Their shapes do not depend on how many tokens came, so nothing of them is compressed. Steps write into them in place.
 """
@@ -28,10 +28,10 @@ class RecurrentLayer(LinearAttentionLayer):
     """Transformers' layer of states, of which rows can be repeated and selected too, and that can be saved.
 
     Attributes:
-        spoiled: whether a step was interrupted that may have written some states and others not.
+        invalid: whether a step was interrupted that may have written some states and others not.
     """
 
-    spoiled = False
+    invalid = False
 
     @outside_inference_mode
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -56,7 +56,7 @@ class RecurrentLayer(LinearAttentionLayer):
     def reset(self) -> None:
         """Forgets everything, and keeps the allocation."""
         super().reset()
-        self.spoiled = False
+        self.invalid = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
         """Row b becomes what row ``beam_idx[b]`` was."""
@@ -71,14 +71,14 @@ class RecurrentLayer(LinearAttentionLayer):
         self._take_rows(lambda x: x[indices.to(x.device)])
 
     def _take_rows(self, take: Callable[[Tensor], Tensor]) -> None:
-        for place in places_of([self]):
+        for place in slots_of([self]):
             place.held[place.number] = take(place.tensor)
 
     # Files.
 
     def pack(self) -> Packed:
         """Contents: plain data, and tensors by name."""
-        places = {place.name: place for place in places_of([self])}
+        places = {place.name: place for place in slots_of([self])}
         numbers = {
             "states": sorted(places),
             "begun": [index for index, begun in self.has_previous_state.items() if begun],
@@ -119,11 +119,11 @@ class RecurrentLayer(LinearAttentionLayer):
     @property
     def rows(self) -> int | None:
         """Rows of what it holds; None of nothing."""
-        return next((place.tensor.shape[0] for place in places_of([self])), None)
+        return next((place.tensor.shape[0] for place in slots_of([self])), None)
 
 
-class Place(NamedTuple):
-    """Place of a layer's state.
+class StateSlot(NamedTuple):
+    """Slot of a layer's state.
 
     Attributes:
         name: of the state within its layer.
@@ -141,10 +141,10 @@ class Place(NamedTuple):
         return self.held[self.number]
 
 
-def places_of(layers: Sequence[RecurrentLayer]) -> list[Place]:
+def slots_of(layers: Sequence[RecurrentLayer]) -> list[StateSlot]:
     """All states that layers hold, in an order that does not change."""
     return [
-        Place(f"{kind}{index}", held, index)
+        StateSlot(f"{kind}{index}", held, index)
         for layer in layers
         for kind, held in zip(_KINDS, (layer.conv_states, layer.recurrent_states), strict=True)
         for index, x in held.items()
@@ -164,7 +164,7 @@ class StatePlaces:
 
     def tensors(self) -> list[Tensor]:
         """All states, in order."""
-        # At every step, so without `Place`.
+        # At every step, so without `StateSlot`.
         kinds = [held for layer in self.layers for held in (layer.conv_states, layer.recurrent_states)]
         return [x for held in kinds for x in held.values() if x is not None]
 
@@ -178,11 +178,11 @@ class StatePlaces:
             return "the model keeps recurrent states in its own modules"
         return None
 
-    def move_in(self, tensors: Sequence[Tensor]) -> bool:
+    def copy_in(self, tensors: Sequence[Tensor]) -> bool:
         """Brings all states into these tensors; False, and nothing is changed, if they do not fit."""
-        if self.lie_in(tensors):
+        if self.are_in(tensors):
             return True
-        places = places_of(self.layers)
+        places = slots_of(self.layers)
         if len(places) != len(tensors) or not all(_alike(x.tensor, y) for x, y in zip(places, tensors, strict=True)):
             return False
         moved = [(own, place) for own, place in zip(tensors, places, strict=True) if place.tensor is not own]
@@ -191,7 +191,7 @@ class StatePlaces:
             place.held[place.number] = own
         return True
 
-    def lie_in(self, tensors: Sequence[Tensor]) -> bool:
+    def are_in(self, tensors: Sequence[Tensor]) -> bool:
         """True if the states are these tensors."""
         own = self.tensors()
         return len(own) == len(tensors) and all(x is y for x, y in zip(own, tensors, strict=True))
@@ -224,16 +224,16 @@ class StatePlaces:
                     vars(layer).update(was)
 
     @contextlib.contextmanager
-    def spoiled_on_error(self) -> Iterator[None]:
+    def invalidated_on_error(self) -> Iterator[None]:
         """If anything fails, nobody knows whether states have been written; `check` says so from then on."""
         try:
             yield
         except BaseException:
-            self.spoil()
+            self.invalidate()
             raise
 
     @contextlib.contextmanager
-    def spoiled_if_torn(self, passed: Callable[[], bool]) -> Iterator[None]:
+    def invalidated_on_partial_write(self, passed: Callable[[], bool]) -> Iterator[None]:
         """If a forward fails that has written some states, and not all that it writes, `check` says so from then on.
 
         PyTorch counts what its operations write. Kernels of others may write a convolution's state uncounted; the
@@ -250,17 +250,17 @@ class StatePlaces:
         except BaseException:
             written = [before.get(id(x), -1) != _version(x) for x in self.tensors()]
             if any(written) and not (all(written) and passed()):
-                self.spoil()
+                self.invalidate()
             raise
 
-    def spoil(self) -> None:
+    def invalidate(self) -> None:
         """Notes that states may be ahead of the tokens that the cache says it holds."""
         for layer in self.layers:
-            layer.spoiled = True
+            layer.invalid = True
 
     def check(self) -> None:
         """Raises RuntimeError if states are not known."""
-        if any(layer.spoiled for layer in self.layers):
+        if any(layer.invalid for layer in self.layers):
             raise RuntimeError(
                 "A step was interrupted while it wrote recurrent states, which cannot be taken back: nobody knows "
                 "whether they have its token. Call reset() and begin again."

@@ -11,8 +11,7 @@ from hfkvq.kernels.pages import PageFormat
 
 from .base import Entry, Layout, SideLayout, knob
 from .eviction import TieredEviction
-from .ranking import WHOLE, Attention, code_statistics, paper_statistics, token_scores
-from .score_inputs import Evidence, Kind
+from .score_inputs import WHOLE, Attention, Evidence, Kind, code_statistics, paper_statistics, token_scores
 
 SEAL_UNIT = 16
 """Tokens that leave the tail together, for fewer seals; values do not depend on it, since these tokens stay whole."""

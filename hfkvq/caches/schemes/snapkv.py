@@ -8,8 +8,7 @@ from torch import Tensor
 
 from .base import Entry, knob
 from .eviction import TokenEviction
-from .ranking import window_scores
-from .score_inputs import Evidence, Kind
+from .score_inputs import Evidence, Kind, window_scores
 
 
 @dataclass(frozen=True, kw_only=True)

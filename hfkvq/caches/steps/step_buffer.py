@@ -2,7 +2,7 @@
 
 With a fixed capacity the buffer is made at the first update. A layer that grows has none until its first step, and
 another one whenever its tokens need more room. Prompts, and whatever else is no ordinary step, go the way of every
-layer, over the same tensors.
+layer, over the same tensors. A buffer's sizes are its `StepPlan`, which `make_plan` works out.
 """
 
 from __future__ import annotations

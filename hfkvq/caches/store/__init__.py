@@ -16,11 +16,11 @@ store, and else `kernels.seal_side`, which the former ends in, as steps do.
 
 - `state`: all that changes, tensors and what the host knows of them, as one value with one ``replace``.
 - `kvstore`: `KVStore`, the store of a layer: what can be asked of it, how tokens arrive, are sealed and leave.
-- `windows`: tokens come into sink and tail. `growth`: room in tails and pages.
+- `windows`: tokens come into sink and tail, and the room there and in pages.
 - `routing`: runs that tokens go to by their widths. `row_lengths`: lengths that rows may have, as the host knows them.
-- `requantize`: tokens change their run or go. `columns`: tokens of pages, bit for bit.
+- `requantize`: tokens change their run or go; tokens of pages, bit for bit.
 - `rows`: rows are reordered, shared, dropped, joined and cropped.
-- `packing`: a state for a file. `accounting`: bytes and bits. `integrity`: checks of a state against itself.
+- `packing`: a state for a file. `accounting`: bytes and bits, and checks of a state against itself.
 """
 
 from hfkvq.kernels.step import MAX_STEP

@@ -1,4 +1,4 @@
-"""Bytes and bits of what a store holds, and what became of its tokens."""
+"""Bytes and bits of what a store holds, what became of its tokens, and faults of its contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sink and tail: new tokens come in."""
+"""Room in pages and tails, and new tokens that come into sink and tail."""
 
 from __future__ import annotations
 

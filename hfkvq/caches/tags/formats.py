@@ -1,4 +1,4 @@
-"""Chat formats that are known by name."""
+"""Chat formats: markers of a chat template, the semantic of the text between them, and formats known by name."""
 
 from __future__ import annotations
 

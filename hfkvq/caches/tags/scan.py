@@ -1,4 +1,4 @@
-"""Scan of token ids: kinds of tokens and the beginnings of turns, from one marker to the next."""
+"""Scan of token ids by a chat format: kinds of tokens and the beginnings of turns, from one marker to the next."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from hfkvq.caches.base.model_config import queries_per_head
 from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.layer_state.tags import room_for_columns
-from hfkvq.caches.layers.build import in_window
+from hfkvq.caches.layers.build import scheme_for_window
 from hfkvq.caches.schemes.base import Scheme
 from hfkvq.caches.schemes.eviction import TokenEviction
 from hfkvq.caches.schemes.preset import Preset, get_preset
@@ -104,7 +104,7 @@ def cache_bytes(
     for scheme, layer, place in zip(schemes, model.layers, places, strict=True):
         if layer.compressed or layer.window:
             dims = layer.key_dim, layer.value_dim
-            own = in_window(scheme, layer.window, dims) if layer.window else scheme
+            own = scheme_for_window(scheme, layer.window, dims) if layer.window else scheme
             held += layer_bytes(own, layer.heads, *dims, size, batch, come, share, place, layer.window)
     return held + (_record_bytes(come) * batch if "tags" in chosen.needs else 0)
 
