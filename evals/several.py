@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from evals.one_layer import said
 from evals.other_kernels.__main__ import check_peers, measure_peer, present
-from hfkvq.caches.attention.dense import attend_store
+from hfkvq.caches.attention.interface import attend_store
 from hfkvq.measure.bench import kernels
 from hfkvq.measure.bench.cases import Shape, bytes_read, fill, parse_size, short
 from hfkvq.measure.bench.kernels import Record, Row, add_speedups, measure_shape, row_of, rows_at, unquantized

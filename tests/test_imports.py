@@ -15,7 +15,6 @@ TRANSFORMERS_DOORS = {
     for name in (
         "cache",
         "attention.interface",
-        "attention.dense",
         "compile",
         "named",
         "base.model_config",

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.caches.attention.dense import dense_attention
+from hfkvq.caches.attention.interface import dense_attention
 from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.kernels import use_interpreter
 from hfkvq.kernels.arguments import AttentionArguments

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-from hfkvq.caches.attention.dense import WITHOUT_CUDNN, dense_attention, lower_right, takes
+from hfkvq.caches.attention.interface import WITHOUT_CUDNN, dense_attention, lower_right, takes
 from hfkvq.kernels.arguments import AttentionArguments
 
 LONG, STEP = 4096, 1024

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from hfkvq.caches.attention import dense
+from hfkvq.caches.attention import interface
 from hfkvq.caches.attention import interface as attending
 from hfkvq.caches.attention.interface import hfkvq_attention
 from hfkvq.caches.layers import KVLayer, PaddingReader
@@ -35,14 +35,14 @@ def plain(monkeypatch):
         asked.append((queries, columns))
         return causal_lower_right(queries, columns)
 
-    monkeypatch.setattr(dense, "causal_lower_right", noted)
-    monkeypatch.setattr(dense, "takes", lambda *rest: True)
+    monkeypatch.setattr(interface, "causal_lower_right", noted)
+    monkeypatch.setattr(interface, "takes", lambda *rest: True)
     return asked
 
 
 def test_it_is_causal_attention(plain):
     query, keys, values = given()
-    got, _ = dense.dense_attention(None, query, keys, values, AttentionArguments(SCALING))
+    got, _ = interface.dense_attention(None, query, keys, values, AttentionArguments(SCALING))
     assert torch.allclose(got.transpose(1, 2), attention(query, keys, values, None, SCALING), atol=1e-5)
     assert plain == [(40, 140)]
 
@@ -86,7 +86,7 @@ def test_a_layers_prompt_behind_its_pages(plain, monkeypatch, preset):
 def test_what_goes_without_a_mask(plain, mask, more, expected):
     query, keys, values = given()
     arguments = AttentionArguments(SCALING, mask, more.get("softcap", 0.0))
-    out, _ = dense.dense_attention(None, query, keys, values, arguments, **more)
+    out, _ = interface.dense_attention(None, query, keys, values, arguments, **more)
     assert out.shape == (2, 40, 8, 64)
     assert bool(plain) == expected
 
@@ -102,7 +102,7 @@ def test_a_bias_is_not_all_that_hides():
 
 
 def test_without_a_gpu_there_is_a_mask():
-    assert not dense.takes(*given())
+    assert not interface.takes(*given())
 
 
 @pytest.mark.gpu
@@ -112,10 +112,10 @@ def test_on_a_gpu(dtype):
     query, keys, values = given("cuda", dtype, 2000, 8100, dim=128)
     # As models make queries.
     query = query.transpose(1, 2).contiguous().transpose(1, 2)
-    assert dense.takes(query, keys, values)
+    assert interface.takes(query, keys, values)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    got = dense.lower_right(query, keys, values, SCALING)
+    got = interface.lower_right(query, keys, values, SCALING)
     assert torch.cuda.max_memory_allocated() - before < 2 * got.nbytes
     exact = attention(query.float(), keys.float(), values.float(), None, SCALING)
     triangle = torch.ones(2000, 8100, dtype=torch.bool, device="cuda").tril(6100)

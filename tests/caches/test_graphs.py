@@ -20,7 +20,7 @@ from transformers import CompileConfig, DynamicCache
 
 from hfkvq import MixedKVCache, TriAxialCache, captured_draft, get_scheme
 from hfkvq.caches import step_graphs
-from hfkvq.caches.attention import dense
+from hfkvq.caches.attention import interface
 from hfkvq.caches.base import capture
 from hfkvq.caches.steps import step_buffer
 from hfkvq.caches.steps.step_buffer import StepBuffer
@@ -539,7 +539,7 @@ def test_dense_steps_go_without_cudnn(before, monkeypatch):
 
 
 def test_cudnn_comes_back_when_the_last_thread_is_out():
-    own, context = torch.backends.cuda.cudnn_sdp_enabled(), dense.WITHOUT_CUDNN
+    own, context = torch.backends.cuda.cudnn_sdp_enabled(), interface.WITHOUT_CUDNN
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)
         context.__enter__()

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from hfkvq.caches.attention.dense import WITHOUT_CUDNN
-from hfkvq.caches.attention.interface import NAME
+from hfkvq.caches.attention.interface import NAME, WITHOUT_CUDNN
 from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.compile import compile_ahead
 from hfkvq.caches.named import make_cache
