@@ -236,7 +236,7 @@ class CompressedManager(ContinuousBatchingManager):
         warn_of_noise(self.scheme.name, dict(enumerate(self.schemes)), self.model, text_config(self.model.config))
         dim = {layer: own.mean.shape[1] for layer, own in found.items()}
         return {
-            layer: found[layer].smoothing(self.schemes[layer].layout(dim[layer], dim[layer]))
+            layer: found[layer].smoothing(self.schemes[layer].layout(dim[layer], dim[layer])).to(self.model.device)
             for layer in wanted
             if layer in found
         }

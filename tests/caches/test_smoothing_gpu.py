@@ -65,3 +65,14 @@ def test_captured_steps_are_eager_ones(name):
     torch.testing.assert_close(
         logits(model, other, given, chunk=1), logits(model, again, given, chunk=1), rtol=0.05, atol=0.1
     )
+
+
+def test_a_model_that_moves_after_it_was_measured():
+    """Its caches take the vectors along, and share them."""
+    model, given = model_with_outliers("cpu", torch.float32), ids(1, 60)
+    expected = logits(model, MixedKVCache(model, "saw-int4"), given, prompt=50)
+    model.cuda()
+    caches = [MixedKVCache(model, "saw-int4") for _ in range(2)]
+    for cache in caches:
+        torch.testing.assert_close(logits(model, cache, given, prompt=50).cpu(), expected, rtol=0.05, atol=0.1)
+    assert caches[0].layers[1].smoothing is caches[1].layers[1].smoothing

@@ -21,7 +21,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -116,9 +116,18 @@ class KeySmoothing:
         """True if logits are moved; asks the device."""
         return bool(self.vectors[0].any())
 
+    @cached_property
+    def _elsewhere(self) -> dict[torch.device, KeySmoothing]:
+        return {}
+
+    @outside_inference_mode
     def to(self, device: torch.device) -> KeySmoothing:
-        """On a device."""
-        return self if self.vectors.device == device else replace(self, vectors=self.vectors.to(device))
+        """The same vectors on a device, where a model has moved since it was measured: one object for all caches."""
+        if self.vectors.device == device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = KeySmoothing(self.vectors.to(device))
+        return self._elsewhere[device]
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,7 +365,9 @@ def _mixing(layout: Layout) -> list[PageFormat]:
 
 
 def _is_of(layer: Any, own: Measured) -> bool:
-    return torch.equal(layer.smoothing.vectors, own.smoothing(layer.store.layout).vectors)
+    vectors = layer.smoothing.vectors
+    # Vectors that were measured before the model moved are on the former device.
+    return torch.equal(vectors, own.smoothing(layer.store.layout).to(vectors.device).vectors)
 
 
 def _hindrance(model: Any, config: Any) -> str | None:

@@ -354,6 +354,8 @@ class KVLayer(CacheLayerMixin):
             fits = self.smoothing is not None and self.smoothing.vectors.shape[1:] == (heads, dim)
             if not fits and (self.smooths_by_prompt or self.smoothing is not None):
                 self.smoothing = of_keys(key_states)
+            if self.smoothing is not None:
+                self.smoothing = self.smoothing.to(key_states.device)
         self.differentiated = key_states.requires_grad or value_states.requires_grad
         if self.differentiated:
             key_states, value_states = key_states.detach(), value_states.detach()
