@@ -1,6 +1,6 @@
 """Mutants: faults put into sealing, windows, rows, routing, eviction and attention, which the tests have to find.
 
-    python tests/mutants.py [--only NAME] [--json FILE] [--before FILE] [--timeout 300]
+    python tests/mutants.py [--only NAME] [--json FILE] [--before FILE] [--timeout 900]
 
 Each mutant changes one place of a copy of the repository and runs the tests of its subject there, up to the first
 failure. Run it before and after tests are removed; with the outcomes of before, a mutant first meets the test that
@@ -11,10 +11,11 @@ moves with it; a snippet that is not found, or found twice, is an error.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,25 +23,53 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+CONTRACT, LAYER = "tests/caches/test_contract.py", "tests/caches/test_layer.py"
 
 TESTS = {
-    "windows": "tests/caches/test_row_states.py tests/kernels/test_windows.py tests/kernels/test_due.py "
-    "tests/caches/test_layer.py "
-    "tests/caches/test_schemes.py tests/caches/test_routing.py",
-    "append": "tests/kernels/test_append.py tests/caches/test_layer.py",
-    "step": "tests/kernels/test_step.py tests/caches/test_static.py tests/caches/test_graphs.py",
-    "seal": "tests/caches/test_schemes.py tests/caches/test_layer.py tests/caches/test_sliding.py "
-    "tests/caches/test_mixkvq.py",
-    "pages": "tests/kernels/test_quantize.py tests/kernels/test_seal.py tests/kernels/test_decode.py",
-    "attention": "tests/kernels/test_decode.py tests/caches/test_layer.py tests/caches/test_sliding.py",
-    "rows": "tests/caches/test_layer.py tests/caches/test_whole.py tests/caches/test_requantize.py "
-    "tests/caches/test_triaxial.py tests/caches/test_sliding.py tests/caches/test_arkv.py",
-    "routing": "tests/caches/test_routing.py tests/caches/test_triaxial.py tests/caches/test_requantize.py",
-    "eviction": "tests/caches/test_eviction_schemes.py tests/caches/test_token_eviction.py tests/caches/test_cut.py "
-    "tests/caches/test_keep_tokens.py tests/caches/test_arkv.py tests/caches/test_papers.py",
-    "masks": "tests/caches/test_layer.py tests/caches/test_static.py tests/caches/test_generate.py "
-    "tests/caches/test_models.py",
+    "windows": ("tests/caches/test_row_states.py tests/kernels/test_windows.py", "tests/kernels/test_due.py", LAYER),
+    "append": ("tests/kernels/test_append.py -k reference", LAYER),
+    "step": (
+        "tests/kernels/test_step.py -k reference",
+        "tests/kernels/test_step.py",
+        "tests/caches/test_graphs.py -k steps_of_every_scheme",
+        "tests/caches/test_static.py tests/caches/test_graphs.py",
+    ),
+    "seal": (
+        f"{LAYER} -k producer",
+        "tests/caches/test_schemes.py",
+        f"{CONTRACT}::test_prompts_of_every_length",
+        f"{LAYER} tests/caches/test_sliding.py tests/caches/test_mixkvq.py",
+    ),
+    "pages": ("tests/kernels/test_quantize.py", "tests/kernels/test_seal.py"),
+    "attention": ("tests/kernels/test_decode.py -k reference", f"{LAYER} tests/caches/test_sliding.py"),
+    "crop": (
+        f"{CONTRACT} -k crop",
+        "tests/caches/test_requantize.py -k crop tests/caches/test_sliding.py tests/caches/test_whole.py",
+        "tests/caches/test_requantize.py",
+        "tests/caches/test_sliding.py tests/caches/test_whole.py tests/caches/test_keep_tokens.py",
+    ),
+    "rows": (
+        f"{CONTRACT}::test_reordered_rows_are_the_rows_fed_alone {CONTRACT}::test_repeated_rows_are_independent",
+        f"{CONTRACT}::test_reorder_at_every_step {CONTRACT}::test_selected_rows_go_on",
+        "tests/caches/test_sliding.py tests/caches/test_whole.py tests/caches/test_arkv.py",
+    ),
+    "routing": ("tests/caches/test_routing.py", "tests/caches/test_triaxial.py tests/caches/test_requantize.py"),
+    "eviction": (
+        "tests/caches/test_eviction_schemes.py",
+        "tests/caches/test_arkv.py -k Equations",
+        "tests/caches/test_arkv.py tests/caches/test_papers.py",
+        "tests/caches/test_token_eviction.py",
+        "tests/caches/test_cut.py tests/caches/test_keep_tokens.py",
+    ),
+    "masks": (
+        LAYER,
+        f"{CONTRACT}::test_left_padding_in_a_model tests/caches/test_sliding.py",
+        "tests/caches/test_graphs.py -k families",
+        "tests/caches/test_generate.py -k lossless_is_dynamic_cache",
+        "tests/caches/test_models.py tests/caches/test_static.py",
+    ),
 }
+"""Selections of tests by subject, the quickest first: the next one is run where nothing has failed."""
 
 
 class Mutant(NamedTuple):
@@ -125,18 +154,18 @@ MUTANTS = [
     # Rows: crop and reorder.
     Mutant(
         "crop-unit",
-        "rows",
+        "crop",
         CROP,
         "kept = torch.minimum(count, rest // layout.unit * layout.unit)",
         "kept = torch.minimum(count, rest)",
     ),
-    Mutant("crop-settled", "rows", CROP, "seen - tokens < state.settled", "seen - tokens < 0"),
-    Mutant("crop-start", "rows", CROP, "counters[START].clamp(max=seen - tokens)", "counters[START]"),
-    Mutant("crop-torn", "rows", CROP, "    if bool(torn):", "    if False:"),
-    Mutant("crop-window", "rows", CROP, "if tokens and seen - tokens < held:", "if False:"),
+    Mutant("crop-settled", "crop", CROP, "seen - tokens < state.settled", "seen - tokens < 0"),
+    Mutant("crop-start", "crop", CROP, "counters[START].clamp(max=seen - tokens)", "counters[START]"),
+    Mutant("crop-torn", "crop", CROP, "    if bool(torn):", "    if False:"),
+    Mutant("crop-window", "crop", CROP, "if tokens and seen - tokens < held:", "if False:"),
     Mutant(
         "crop-parts",
-        "rows",
+        "crop",
         CROP,
         "state = part_pages(state.replace(wide_bound=(wide, state.longest)), layout)",
         "state = state.replace(wide_bound=(wide, state.longest))",
@@ -274,36 +303,62 @@ def copy_of_repository(folder: Path) -> None:
             (folder / path.name).symlink_to(path)
 
 
+def preload() -> None:
+    """Imports other packages once: children that are forked afterwards import this repository alone."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name in (
+        "torch._dynamo",
+        "transformers.models.llama.modeling_llama",
+        "triton.runtime.interpreter",
+        "hypothesis",
+    ):
+        importlib.import_module(name)
+
+
+def run_tests(selection: list[str], folder: Path, log: Path) -> None:
+    """A child's work: pytest's status is the exit status, and ``log`` has what it prints."""
+    with log.open("w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = str(folder)
+    import pytest
+
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", "-m", "not slow and not gpu"]
+    code = int(pytest.main(options + selection))
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def run(mutant: Mutant, folder: Path, timeout: float, first: str = "") -> tuple[str, float, str]:
     """Outcome ("killed", "survived" or "timeout"), seconds, and the test that failed; test ``first`` is run before."""
-    path = folder / "hfkvq" / mutant.file
+    path, log = folder / "hfkvq" / mutant.file, folder / "log.txt"
     text = path.read_text(encoding="utf-8")
     if text.count(mutant.old) != 1:
         raise SystemExit(
             f"{mutant.name}: its snippet is there {text.count(mutant.old)} times in {mutant.file}, not once"
         )
     path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"]
-    command += ["-m", "not slow and not gpu"]
     began, outcome, failed = time.monotonic(), "survived", ""
-    try:
-        for tests in ([first], TESTS[mutant.tests].split()):
-            if outcome == "survived" and any(tests):
-                done = subprocess.run(
-                    command + tests, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True,
-                    text=True, timeout=timeout, check=False,
-                )  # fmt: skip
-                # 4: the test of before is gone.
-                if done.returncode not in (0, 1, 2, 4) or (done.returncode == 4 and tests != [first]):
-                    raise SystemExit(f"{mutant.name}: pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-                if done.returncode in (1, 2):
-                    outcome = "killed"
-                    failed = next((x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))), "")
-    except subprocess.TimeoutExpired:
-        # An endless loop is found, too.
-        outcome = "timeout"
-    finally:
-        path.write_text(text, encoding="utf-8")
+    for tests in ([first] if first else [], *(selection.split() for selection in TESTS[mutant.tests])):
+        if outcome != "survived" or not tests:
+            continue
+        child = multiprocessing.get_context("fork").Process(target=run_tests, args=(tests, folder, log))
+        child.start()
+        child.join(timeout)
+        if child.exitcode is None:
+            # An endless loop is found, too.
+            child.kill()
+            outcome = "timeout"
+        elif child.exitcode in (1, 2):
+            lines = log.read_text(encoding="utf-8").splitlines()
+            outcome, failed = "killed", next((x for x in lines if x.startswith(("FAILED", "ERROR"))), "")
+        elif child.exitcode != 0 and tests != [first]:
+            # The test of before may be gone.
+            raise SystemExit(f"{mutant.name}: pytest ended with {child.exitcode}:\n{log.read_text(encoding='utf-8')}")
+    path.write_text(text, encoding="utf-8")
     return outcome, time.monotonic() - began, failed.split(" - ")[0].removeprefix("FAILED ")
 
 
@@ -313,11 +368,12 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="names of mutants, or of their subjects")
     parser.add_argument("--json", type=Path, help="file for the outcomes, written after each mutant")
     parser.add_argument("--before", type=Path, help="outcomes of an earlier run: what died there has to die")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a mutant's tests")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a mutant's tests")
     given = parser.parse_args()
     chosen = [m for m in MUTANTS if not given.only or m.name in given.only or m.tests in given.only]
     before = {} if given.before is None else {row["name"]: row for row in json.loads(given.before.read_text())}
     rows: list[dict[str, object]] = []
+    preload()
     with tempfile.TemporaryDirectory() as name:
         copy_of_repository(Path(name))
         for mutant in chosen:
