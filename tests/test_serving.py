@@ -1,16 +1,13 @@
 """Transformers' continuous batching over compressed pages: the tokens of plain `generate`, blocks shared and freed."""
 
 import copy
-import importlib.util
 import json
 import logging
 import os
-import random
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +25,6 @@ from hfkvq.caches.attention.interface import dense_attention
 from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.kernels import use_interpreter
 from hfkvq.kernels.arguments import AttentionArguments
-from tests.caches.driver import with_sums
 
 serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
 
@@ -282,56 +278,6 @@ def test_a_model_is_as_before(model):
     handle.disable()
 
 
-def test_managers_that_are_kept(model):
-    """One is dropped with its scheme, and is not taken where more requests were asked for."""
-    inputs = prompts(50)
-    before = together(model, inputs)
-    with serving.enable(model, "int4"):
-        compressed = together(model, inputs, persistent_manager=True)
-        assert together(model, inputs, persistent_manager=True) == compressed != before
-    assert together(model, inputs) == before
-    seen = []
-    for requests in (2, 3):
-        with serving.enable(model, "int4", requests=requests) as handle:
-            together(model, inputs, settings(max_requests_per_batch=None), persistent_manager=True)
-            seen.append(handle.manager.continuous_batching_config.max_requests_per_batch)
-            if requests == 2:
-                # Kept for longer than its handle.
-                handle.manager.start()
-                kept = handle.manager
-        if requests == 2:
-            kept.stop(block=True, keep_for_next_session=True)
-            assert together(model, inputs) == before
-    assert seen == [2, 3]
-    with serving.enable(model, "int4", requests=2) as handle:
-        together(model, inputs, settings(max_requests_per_batch=None), persistent_manager=True)
-        other = serving.enable(model, "int4", requests=3)
-        together(model, inputs, settings(max_requests_per_batch=None))
-        assert other.manager.continuous_batching_config.max_requests_per_batch == 3
-        other.disable()
-
-
-def test_several_schemes_of_a_model(model):
-    """The last one is in effect; those before it are again when it ends, unless they have ended, or nobody has them."""
-    inputs = prompts(50)
-    plain = together(model, inputs)
-    with serving.enable(model, "int4"):
-        outer = together(model, inputs)
-        with serving.enable(model, "full"):
-            assert together(model, inputs) == plain != outer
-        assert together(model, inputs) == outer
-    assert together(model, inputs) == plain
-    first, second = serving.enable(model, "int4"), serving.enable(model, "full")
-    first.disable()
-    assert vars(model)["init_continuous_batching"] == second._init
-    second.disable()
-    assert "init_continuous_batching" not in vars(model)
-    lost = serving.enable(model, "int4")
-    lost = serving.enable(model, "full")
-    lost.disable()
-    assert "init_continuous_batching" not in vars(model)
-
-
 @pytest.mark.parametrize(
     ("scheme", "reason"),
     [
@@ -379,15 +325,6 @@ def test_a_request_longer_than_the_pool_is_refused(model):
     assert result.generated_tokens == alone(model, short, "saw-int4")
 
 
-def test_attention_without_the_engine(model):
-    model.config._attn_implementation_internal = serving.engine.ATTENTION
-    try:
-        with pytest.raises(TypeError, match="call generate_batch, or disable"), torch.no_grad():
-            model(torch.tensor([[3, 4]]))
-    finally:
-        model.set_attn_implementation("sdpa")
-
-
 def test_two_models_at_a_time(model):
     """One with compressed pages, one without, in two threads: neither gets the other's."""
     torch.manual_seed(1)
@@ -425,30 +362,6 @@ def test_attention_of_prompts(tokens, columns):
     assert (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
 
 
-def test_long_first_prompts_are_padded_for_cudnn(monkeypatch):
-    """To few lengths; shorter prompts and those behind something are not."""
-    asked, lower_right = [], serving.prompts.lower_right
-
-    def noted(query, *rest, **options):
-        asked.append((query.shape[2], options.get("is_causal", False)))
-        attend = torch.nn.functional.scaled_dot_product_attention if options else lower_right
-        return attend(query, *rest, **options)
-
-    monkeypatch.setattr(serving.prompts, "takes", lambda *rest: True)
-    monkeypatch.setattr(serving.prompts, "can_use_cudnn_attention", lambda *rest: True)
-    monkeypatch.setattr(serving.prompts, "LONG", 20)
-    monkeypatch.setattr(serving.prompts, "STEP", 16)
-    monkeypatch.setattr(serving.prompts, "F", SimpleNamespace(scaled_dot_product_attention=noted))
-    monkeypatch.setattr(serving.prompts, "lower_right", noted)
-    for tokens, columns, expected in ((19, 19, (19, False)), (20, 20, (32, True)), (20, 30, (20, False))):
-        asked.clear()
-        query, keys, values = (torch.randn(1, h, n, 16) for h, n in ((4, tokens), (2, columns), (2, columns)))
-        found = serving.prompts.prompt_attention(None, query, keys, values, AttentionArguments(0.1))
-        exact, _ = with_sums(query, keys, values, 0.1, True)
-        torch.testing.assert_close(found.transpose(1, 2), exact)
-        assert asked == [expected]
-
-
 def test_columns_of_a_batch():
     """Requests with tokens held, without, without new ones (whose blocks are listed too), and padding."""
     found = serving.pages.Columns.of([0, 4, 4, 5, 5], [0, 4, 140, 400, 400], lambda tokens: -(-tokens // 128))
@@ -456,48 +369,3 @@ def test_columns_of_a_batch():
     numbers = torch.tensor([7, 50, 51, 9, 8, 3, -1])
     assert found.table(numbers, 4).tolist() == [[7, 7, 7, 7], [9, 8, 3, 3]]
     assert serving.pages.Columns.of([0, 0, 0], [0, 3, 3], lambda tokens: 1) is None
-
-
-def load_test():
-    path = Path(__file__).parents[1] / "evals/serving.py"
-    spec = importlib.util.spec_from_file_location("load_test", path)
-    # Its dataclasses look their module up.
-    script = sys.modules["load_test"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
-def test_load_test(model, tmp_path, monkeypatch):
-    """Users who ask again: what is written as it comes. In the same bytes compressed blocks hold more."""
-    script = load_test()
-    monkeypatch.setattr(script, "KINDS", {"long": script.Kind((190, 200), (40, 60), "long")})
-    monkeypatch.setattr(script, "ALL", 6)
-    monkeypatch.setattr(script, "SETTLED", 0.3)
-    model.config.save_pretrained(tmp_path)
-    out = tmp_path / "found.json"
-    given = ["--shape", str(tmp_path), "--blocks", "3", "--rows", "long:all,long:1", "--seconds", "0.5"]
-    given += ["--schemes", "none,saw-int4", "--json", str(out)]
-    monkeypatch.setattr("sys.argv", ["serving.py", *given])
-    script.main()
-    model.set_attn_implementation("sdpa")
-    stock, stock_alone, ours, alone = json.loads(out.read_text())["rows"]
-    assert stock["most_at_a_time"] <= 3 < ours["most_at_a_time"]
-    assert stock["bits"] == 16 > ours["bits"]
-    assert alone["most_at_a_time"] == stock_alone["most_at_a_time"] == 1
-    for row in (stock, stock_alone, ours, alone):
-        assert row["new_tokens"] > 0
-        assert row["new_tokens"] == pytest.approx(row["tokens_per_s"] * row["seconds"])
-        assert row["between_tokens_ms"]["p50"] > 0
-    assert f"({ours['most_at_a_time'] / stock['most_at_a_time']:.2f} times)" in script.table(script.rows([out]))
-
-
-def test_users_are_met_in_the_middle():
-    """Of a request in the middle some of the answer lies behind it; the tokens in all are those of any other."""
-    script = load_test()
-    kind, rng = script.Kind((500, 2000), (1000, 2000), "chat"), random.Random(0)
-    for _ in range(100):
-        prompt, new = kind.draw(rng, True)
-        assert 500 <= prompt <= 4000
-        assert 1 <= new <= 2000
-        assert 1500 <= prompt + new <= 4000
-    assert kind.mean == 2000

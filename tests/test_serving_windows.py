@@ -1,11 +1,10 @@
 """Continuous batching of schemes whose tokens wait in 16 bits: what a cache stores, in blocks and slots."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.kernels import use_interpreter
@@ -13,9 +12,7 @@ from hfkvq.kernels import use_interpreter
 serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
 
 # Behind the line above: a module that was skipped before cannot be imported from.
-from tests.test_serving import generation, model, prompts, settings  # noqa: E402
-
-__all__ = ["model"]
+from tests.test_serving import generation, prompts, settings  # noqa: E402
 
 RequestState = pytest.importorskip("transformers.generation.continuous_batching.requests").RequestState
 
@@ -260,52 +257,6 @@ def test_windows_take_their_bytes_from_the_blocks(model, caplog):
     assert "prefixes are not shared" in caplog.text
 
 
-def test_more_windows_than_memory(model):
-    for name, value in (("requests", 0), ("requests", 2.5), ("requests", True), ("request_tokens", "8k")):
-        with pytest.raises(ValueError, match=f"{name}: got {value!r}, allowed 1 or more"):
-            serving.enable(model, "kitty-pro", **{name: value})
-    with (
-        serving.enable(model, "kitty-pro"),
-        pytest.raises(ValueError, match=r"max_requests_per_batch: got 64, allowed at most \d+: .* more num_blocks"),
-    ):
-        model.init_continuous_batching(
-            generation(), settings(num_blocks=12, max_requests_per_batch=64)
-        )._create_batch_processor()
-    model.set_attn_implementation("sdpa")
-
-
-@pytest.mark.parametrize("tokens", [None, 512])
-def test_slots_where_nobody_says_how_many(model, tokens):
-    """As many as there are requests of usual length in these bytes; the engine is told."""
-    with serving.enable(model, "kitty-pro", request_tokens=tokens):
-        manager = model.init_continuous_batching(generation(), settings(num_blocks=64, max_requests_per_batch=None))
-        processor = manager._create_batch_processor()
-    model.set_attn_implementation("sdpa")
-    pages = processor.cache.cache_allocators["full_attention"]
-    slots = len(pages._free)
-    assert slots == processor.scheduler.max_requests_per_batch > 1
-    usual = pages.bytes_per_slot + pages.blocks_for(tokens or 4096) * pages.bytes_per_block
-    assert slots == (pages.num_blocks * pages.bytes_per_block + pages.window_room) // usual
-
-
-@pytest.mark.parametrize("name", [*dict.fromkeys([*SMALL, "best-2.8"])])
-def test_figures_of_the_guide(name):
-    """Tokens in the same bytes, of requests of 2k, 8k and 32k tokens, of Qwen3-8B's shape."""
-    guide = (Path(__file__).parents[1] / "docs/serving.md").read_text()
-    (line,) = [line for line in guide.splitlines() if line.startswith(f"| `{name}`")]
-    said = [float(word) for word in line.strip("| ").split(" | ")[1:]]
-    config = LlamaConfig(num_hidden_layers=36, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8)
-    own = {"schemes": serving.engine.schemes_of(config, get_scheme(name)), "config": ContinuousBatchingConfig()}
-    pages = type("Pages", (serving.windows.WindowedPages,), own)(
-        index=0, config=config, num_key_value_heads=8, cache_dtype=torch.bfloat16, page_size=128,
-        layer_indices=list(range(36)), allow_block_sharing=False,
-    )  # fmt: skip
-    taken = [pages.blocks_for(tokens) * pages.bytes_per_block + pages.bytes_per_slot for tokens in (2048, 8192, 32768)]
-    times = [2 * 2 * 36 * 8 * 128 * tokens / size for tokens, size in zip((2048, 8192, 32768), taken, strict=True)]
-    assert said == pytest.approx([pages.bits, *times], abs=0.051)
-    assert said[0] == pytest.approx(pages.bits, abs=0.006)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["kitty-pro", "best-2.5", "best-3.4", "best-4.3", "kivi-2", "kvarn", "mixkvq"])
 def test_graphs_of_the_engine(name):
@@ -365,38 +316,6 @@ def test_steps_on_a_gpu_ask_the_host_nothing(name, monkeypatch):
     assert len(seen) > 400
 
 
-@pytest.mark.parametrize("others", [0, 20])
-@pytest.mark.parametrize("scheme", ["saw-int4", "best-3.4"])
-def test_several_sequences_of_one_token(model, scheme, others):
-    """There is nothing to share, and a batch of such a request alone would be without a token."""
-    inputs = [[7], prompts(others)[0]] if others else [[7]]
-    with serving.enable(model, small(scheme) if scheme in SMALL else scheme):
-        out = model.generate_batch(
-            inputs=inputs, progress_bar=False, continuous_batching_config=settings(num_blocks=24),
-            generation_config=generation(do_sample=True, num_return_sequences=3, max_new_tokens=8),
-        )  # fmt: skip
-    assert [each.error for each in out.values()] == [None] * 3 * len(inputs)
-    assert [len(each.generated_tokens) for each in out.values()] == [8] * 3 * len(inputs)
-
-
-def test_several_sequences_of_a_prompt_that_is_known_but_for_a_token(model):
-    """All before it is shared, so that alone it would make a batch without a token."""
-    ids = prompts(257)[0]
-    with (
-        serving.enable(model, "saw-int4"),
-        model.continuous_batching_context_manager(
-            generation_config=generation(do_sample=True, max_new_tokens=4, num_return_sequences=2),
-            continuous_batching_config=settings(num_blocks=24),
-        ) as manager,
-    ):
-        for name in ("first", "again"):
-            manager.add_request(ids, request_id=name)
-            found = [manager.get_result(each, timeout=60) for each in (name, f"{name}__child#0")]
-            assert [each.error for each in found] == [None, None]
-            assert [len(each.generated_tokens) for each in found] == [4, 4]
-        assert manager.is_running()
-
-
 @pytest.mark.parametrize("name", ["best-3.4", "mixkvq"])
 def test_a_slot_keeps_nothing_of_the_request_before(model, name):
     """Not even where a request's first token comes like a step's."""
@@ -415,14 +334,6 @@ def test_a_slot_keeps_nothing_of_the_request_before(model, name):
     # Ten tokens have asked; what was sealed meanwhile is of one page at the most.
     assert all(int(counts[:, 1].max()) <= 10 for _, counts in pages._sums.values())
     assert all(int(counts[:, 1].min()) > 0 for _, counts in pages._sums.values())
-
-
-def test_a_manager_that_cannot_start_leaves_the_model_as_it_was(model):
-    before = model.config._attn_implementation
-    with serving.enable(model, "kitty-pro"), pytest.raises(ValueError, match="requests"):
-        together_with(model, num_blocks=12, max_requests_per_batch=64)
-    assert model.config._attn_implementation == before
-    assert model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False).shape == (1, 5)
 
 
 def together_with(model, **given):

@@ -88,26 +88,6 @@ def test_tools_and_a_format_by_name(tokenizer, tmp_path, messages):
     assert json.dumps(json.dumps(written)) in done.output
 
 
-def test_colours():
-    from rich.console import Console
-
-    from hfkvq.tagging_cli import Tagged, legend, print_tagged
-
-    given = Tagged(
-        [0, 1, 2],
-        ["pad", "current|text|obs", "older|image|user"],
-        [("pad", "P"), ("older|image|user", "I"), ("current|text|obs", "O")],
-    )
-    console = Console(force_terminal=True, color_system="standard", width=80)
-    with console.capture() as capture:
-        print_tagged(console, given)
-    assert "\x1b[2mP\x1b[0m\x1b[2;7;32mI\x1b[0m\x1b[1;31mO\x1b[0m" in capture.get()
-    # Oldest first, and padding last.
-    assert [str(cell) for cell in legend(given).columns[0].cells] == [
-        *("older|image|user", "current|text|obs", "pad", "all")
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -121,22 +101,6 @@ def test_colours():
 def test_errors_have_no_traceback(tokenizer, messages, arguments, message):
     # The last of an option given twice counts.
     assert_refused(run("--tokenizer", tokenizer, "--messages", messages, *arguments), message)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "line 1"),
-        ("3", "allowed messages"),
-        (json.dumps(MESSAGES[0]) + "\n" + json.dumps(MESSAGES), "mixes"),
-        ('[{"role": "user"}]', "refuses them"),
-    ],
-)
-def test_files_that_hold_something_else(tmp_path, text, message):
-    byte_tokenizer("qwen3", TEMPLATE.replace("m.content", "m.content + ''")).save_pretrained(tmp_path)
-    path = tmp_path / "given.jsonl"
-    path.write_text(text, encoding="utf-8")
-    assert_refused(run("--tokenizer", tmp_path, "--messages", path), message)
 
 
 def test_a_tokenizer_that_cannot_write_conversations(tmp_path, messages):

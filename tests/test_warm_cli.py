@@ -87,20 +87,6 @@ def test_every_kind_of_layer_of_a_model_is_compiled_for(config, expected, tmp_pa
     assert found == expected
 
 
-def test_a_window_by_hand(monkeypatch):
-    given = []
-
-    def compile_layers(layers, device, absent):
-        given.extend(layers)
-        return [("decode_kernel", ""), ("due_kernel", "RuntimeError: no room")]
-
-    monkeypatch.setattr("hfkvq.kernels.compile.compile_layers", compile_layers)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
-    done = run("--preset", "saw-int4", *SHAPE, "--window", "128", "--gpu", "sm_90")
-    assert_refused(done, "due_kernel does not compile: RuntimeError: no room")
-    assert [plan.format.window for plan, *_ in given] == [0, 128]
-
-
 def test_no_gpu_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert_refused(run("--preset", "kitty-pro", *SHAPE), "there is no GPU here; say which one it is for: sm_80")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import pickle
 
 import pytest
 import torch
@@ -32,7 +31,6 @@ from tests.caches.driver import (
     row,
     small,
     stored,
-    tensors_of,
 )
 from tests.caches.models import build, config, prompt
 
@@ -251,13 +249,6 @@ def test_prompt_beyond_the_budget_keeps_its_best_tokens():
     assert layer.get_seq_length() == 90
 
 
-def test_prompt_within_the_budget_loses_nothing():
-    layer = make(arkv())
-    feed(layer, [row(1, 40)], [40])
-    assert not layer.evicted
-    assert held_positions(layer) == [{8: set(), 16: set(range(40))}] * HEADS
-
-
 def peered(count, scheme):
     layers = [make(scheme) for _ in range(count)]
     group_layers(layers)
@@ -278,23 +269,6 @@ def test_layers_that_wait_with_sealing_take_a_token_before_their_tiers_are_final
         assert layer.evicted
         assert layer.eviction.provisional is None
         assert all(92 in held[16] for held in held_positions(layer))
-
-
-@pytest.mark.parametrize("what", ["reorder_cache", "batch_repeat_interleave", "batch_select_indices"])
-def test_rows_of_layers_that_wait_with_sealing_move(what):
-    """Right after a prompt, one layer after the other."""
-    layers = peered(2, arkv())
-    for layer in layers:
-        layer.defer = True
-        forward(layer, *(torch.randn(2, heads, 90, DIM) for heads in (HEADS * SHARE, HEADS, HEADS)))
-    for layer in layers:
-        getattr(layer, what)(2 if what == "batch_repeat_interleave" else torch.tensor([1]))
-    rows = 4 if what == "batch_repeat_interleave" else 1
-    for layer in layers:
-        assert layer.evicted
-        assert layer.eviction.provisional is None
-        assert layer.eviction.strength.shape == (rows,)
-        forward(layer, *(torch.randn(rows, heads, 1, DIM) for heads in (HEADS * SHARE, HEADS, HEADS)))
 
 
 def test_layers_share_is_relative_to_the_strongest_even_if_it_comes_last():
@@ -373,33 +347,6 @@ def test_low_tier_is_read():
     assert (before - layer.attend(queries, AttentionArguments(DIM**-0.5))).abs().amax() > 0.01
 
 
-def test_low_tokens_that_stay_keep_their_codes():
-    layer, own = make(arkv(tiers="quant")), row(1, 90)
-    feed(layer, [own], [90])
-
-    def codes(layer):
-        held = {}
-        for head in range(HEADS):
-            own = {k: v for k, v in stored(layer, 0).items() if k.endswith("of head 1") == (head == 1)}
-            for side in ("keys", "values"):
-                start = int(layer.store.counters[START, head])
-                suffix = " of head 1" if head else ""
-                pages = [own[k] for k in sorted(own) if k.startswith(f"0 {side} codes")]
-                places = own[f"0 {side} positions{suffix}"].tolist()
-                flat = torch.cat([p.view(torch.uint8)[0] for p in pages])
-                held |= {(head, side, p + start): x for p, x in zip(places, flat, strict=True)}
-        return held
-
-    before = codes(layer)
-    _ = [forward(layer, *join([row(2 + i, 1)])) for i in range(3)]
-    after = codes(layer)
-    both = before.keys() & after.keys()
-    assert len(both) >= 60 * 0.7
-    assert len(after) < len(before)
-    for key in both:
-        assert torch.equal(before[key], after[key])
-
-
 def test_requantizing_alone_moves_tokens_and_frees_pages():
     """Every kind of move at once, on columns chosen by hand; a move to the same place changes no bit."""
     layer, own = make(arkv(budget_tokens=1000)), row(1, 64)
@@ -472,11 +419,15 @@ def test_scores_of_tokens_to_come_have_no_history():
     assert layer.eviction.scores[HEADS:, 18:].isnan().all()
 
 
-CHUNKS = {"steps": [70, *[1] * 30], "short": [20, *[1] * 60], "turns": [70, 1, 1, 40, 1, 1]}
-
-
-@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
-@pytest.mark.parametrize("knobs", [{}, {"budget_tokens": None, "budget_bytes": 40 * 260}, {"beta": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    ("chunks", "knobs"),
+    [
+        ([70, *[1] * 12], {}),
+        ([20, *[1] * 30], {"beta": 0.5}),
+        ([70, 1, 1, 40, 1, 1], {"budget_tokens": None, "budget_bytes": 40 * 260}),
+    ],
+    ids=["steps", "short", "turns"],
+)
 def test_padded_row_is_the_same_row_alone(chunks, knobs):
     scheme, total = arkv(**knobs), sum(chunks)
     rows, pads = [row(i, total) for i in (1, 2, 3)], [0, 7, 15]
@@ -511,12 +462,6 @@ def test_budget_in_bytes_knows_the_dtype_before_anything_is_held():
     assert layer.get_seq_length() == 0
 
 
-def test_padding_is_never_kept():
-    layer, rows = make(arkv()), [row(1, 90), row(2, 90)]
-    feed(layer, rows, [70, *[1] * 5], [0, 40])
-    assert all(min(x[8] | x[16]) >= 40 for x in held_positions(layer, 1))
-
-
 def _moved(layer, order):
     rows = [stored(layer, i) for i in order]
     layer.reorder_cache(torch.tensor(order))
@@ -524,9 +469,8 @@ def _moved(layer, order):
         assert_same_bits(stored(layer, i), expected)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_rows_that_move_are_the_rows_fed_alone(beta):
-    scheme, rows = arkv(beta=beta), [row(i, 120) for i in (1, 2, 3)]
+def test_rows_that_move_are_the_rows_fed_alone():
+    scheme, rows = arkv(beta=0.5), [row(i, 120) for i in (1, 2, 3)]
     layer, pads = make(scheme), [0, 5, 11]
     feed(layer, rows, [70, *[1] * 10], pads)
     order = [2, 0, 0]
@@ -548,67 +492,7 @@ def test_rows_that_move_are_the_rows_fed_alone(beta):
     assert_same_bits(stored(layer, 1), held)
 
 
-def test_deepcopy_reset_and_pickle():
-    layer, own = make(arkv()), row(1, 120)
-    feed(layer, [own], [70, 1, 1])
-    held = stored(layer, 0)
-    twin = copy.deepcopy(layer)
-    assert twin.eviction.group.members == [twin.eviction]
-    for i in range(72, 90):
-        forward(twin, *join([own[i : i + 1]]))
-    assert_same_bits(stored(layer, 0), held)
-    again = pickle.loads(pickle.dumps(layer))
-    for i in range(72, 90):
-        forward(again, *join([own[i : i + 1]]))
-    assert_same_bits(stored(again, 0), stored(twin, 0))
-    layer.reset()
-    assert layer.get_seq_length() == 0
-    fresh = make(arkv())
-    for x in (layer, fresh):
-        feed(x, [row(5, 90)], [80, *[1] * 10])
-    assert_same_bits(stored(layer, 0), stored(fresh, 0))
-
-
-def test_crop():
-    """The tail goes without a trace; behind a trim there is nothing to go back to, and nothing is lost by asking."""
-    layer, own = make(arkv()), row(1, 120)
-    feed(layer, [own], [70, 1, 1])
-    held = stored(layer, 0)
-    with pytest.raises(NotImplementedError, match=r"crop: cannot remove 30 tokens.*evicted.*deepcopy"):
-        layer.crop(-30)
-    assert layer.get_seq_length() == 72
-    assert_same_bits(stored(layer, 0), held)
-    layer.crop(-3)
-    assert layer.get_seq_length() == 69
-    for i in range(69, 72):
-        forward(layer, *join([own[i : i + 1]]))
-    assert_same_bits(stored(layer, 0), held)
-
-
 # Memory.
-
-
-@pytest.mark.parametrize("name", ["arkv", "arkv-origin", "arkv-quant", "arkv-window"])
-def test_a_trim_frees_bytes(name):
-    scheme = get_scheme(name, **TIGHT)
-    model = build("llama")
-    cache, ids = MixedKVCache(model, scheme), prompt(1, 300)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    report = cache.memory()
-    assert report.seen == 300
-    assert report.total == sum(x.nbytes for x in tensors_of(cache.layers))
-    # 40 tokens, a partial page of each tier, and a tail of 8 + 15 + 16 slots, in 4 rows.
-    assert report.total < 4 * (32 + 16 + 39) * WHOLE_BYTES + 1000
-    # Of all tokens that were seen: what is evicted was saved.
-    assert report.elements == 4 * 300 * 2 * DIM
-    for layer in cache.layers:
-        assert (layer.store.counters[LENGTH] == 40).all()
-    if name == "arkv-quant":
-        assert report.code_bits == 8
-    if name == "arkv-window":
-        # As the prompt leaves it.
-        assert held_positions(cache.layers[0])[0][16] == set(range(260, 300))
 
 
 def test_budget_in_bytes():
@@ -619,7 +503,7 @@ def test_budget_in_bytes():
         own = row(1, 400)
         layer = make(arkv(budget_tokens=None, budget_bytes=budget, tiers=tiers))
         seen, most = [], 0
-        for at, t in [(0, 300), *((i, 1) for i in range(300, 400))]:
+        for at, t in [(0, 300), *((i, 1) for i in range(300, 340))]:
             forward(layer, *join([own[at : at + t]]))
             low, length = layer.store.counters[RUNS], layer.store.counters[LENGTH]
             held = int((low * LOW_BYTES + (length - low) * WHOLE_BYTES).max())
@@ -631,23 +515,6 @@ def test_budget_in_bytes():
     assert max(counts["origin"]) == 40
     assert counts["quant"][0] > 3 * 32
     assert sum(counts["quant"]) > 1.5 * sum(counts["origin"])
-
-
-def test_bytes_while_a_prompt_passes():
-    """Before the last layer is done, earlier ones hold less than two budgets, and then what they may."""
-    budget = 40 * WHOLE_BYTES
-    layers = peered(3, arkv(budget_tokens=None, budget_bytes=budget))
-
-    def held(layer):
-        low, length = layer.store.counters[RUNS], layer.store.counters[LENGTH]
-        return int((low * LOW_BYTES + (length - low) * WHOLE_BYTES).max())
-
-    for i, factor in enumerate((0.3, 1.0, 0.7)):
-        own = row(i, 300)
-        feed(layers[i], [type(own)(own.queries * factor, own.keys, own.values)], [300])
-        if i < 2:
-            assert all(held(x) < 2 * budget for x in layers[: i + 1])
-    assert all(held(x) <= budget for x in layers)
 
 
 # Models.
@@ -664,13 +531,7 @@ def generate(model, cache, ids, mask=None, **more):
     )
 
 
-def test_within_the_budget_it_is_the_stock_cache():
-    model, ids = build("llama"), prompt(2, 40)
-    expected = generate(model, DynamicCache(config=model.config), ids)
-    assert torch.equal(generate(model, ARKVCache(model), ids), expected)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
 def test_left_padding_and_beams_in_models(family):
     model, ids = build(family), prompt(2, 60)
     mask = torch.ones_like(ids)
@@ -680,13 +541,6 @@ def test_left_padding_and_beams_in_models(family):
         alone = generate(model, ARKVCache(model, **TIGHT), ids[i : i + 1, pad:])
         assert together[i, 60:].tolist() == alone[0, 60 - pad :].tolist()
     assert generate(model, ARKVCache(model, **TIGHT), ids, mask, num_beams=3).shape == (2, 80)
-
-
-def test_sdpa_is_intercepted_as_well():
-    model, ids = build("llama"), prompt(2, 60)
-    expected = generate(model, ARKVCache(model, **TIGHT), ids)
-    plain = build("llama", attention="sdpa")
-    assert torch.equal(generate(plain, ARKVCache(plain, attach=False, **TIGHT), ids), expected)
 
 
 def test_attention_that_hides_its_queries_evicts_nothing(caplog):
@@ -709,16 +563,6 @@ def test_evicted_tokens_are_never_shown_as_zeros():
         keys @ torch.randn(DIM, 1)
 
 
-def test_cache_copies_keep_their_layers_together():
-    model, ids = build("llama"), prompt(1, 60)
-    cache = ARKVCache(model, **TIGHT)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        assert all(layer.eviction.group.members == [x.eviction for x in twin.layers] for layer in twin.layers)
-        assert twin.layers[0].eviction.group is not cache.layers[0].eviction.group
-
-
 def test_kernels_follow_the_reference():
     """Negative positions, two tiers, a prompt after a trim: under the interpreter as in plain torch."""
     if torch.cuda.is_available():
@@ -735,65 +579,6 @@ def test_kernels_follow_the_reference():
     for i in range(2):
         assert_same_bits(stored(layers[1], i), stored(layers[0], i))
         assert_close(got[i], expected[i])
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_decode_kernel_of_models_in_bf16(masked):
-    """The kernel that GPUs run, on rows whose positions are negative: causal, and by a mask."""
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled in this process, so they cannot be interpreted")
-    from hfkvq.kernels import use_interpreter
-
-    layer, own = make(arkv(page_size=32, tiers="quant")), row(1, 200, dtype=torch.bfloat16)
-    feed(layer, [own], [160, *[1] * 10])
-    store = layer.store
-    assert (positions(store)[positions(store) > ABSENT] < 0).any()
-    queries = own.queries[None, :, 166:170]
-    mask = None
-    if masked:
-        mask = torch.ones(4, 170, dtype=torch.bool).tril(166)[None, None].clone()
-        mask[..., ::3] = False
-    expected = layer.attend(queries.float(), AttentionArguments(DIM**-0.5, mask))
-    with use_interpreter():
-        got = layer.attend(queries, AttentionArguments(DIM**-0.5, mask))
-        dense = layer.dense("values")
-    assert torch.equal(dense, layer.dense("values"))
-    assert (got.float() - expected).abs().max() < 0.02
-
-
-@pytest.mark.slow
-def test_tiers_are_worth_their_bytes_on_the_reference_model():
-    """The same bytes a KV head: the more tokens in few bits, the nearer to the stock cache's predictions."""
-    from hfkvq.measure.demo.answers import answer, kl_divergence, make_cache, predictions
-    from hfkvq.measure.demo.prompts import load, make_batches
-
-    subject = load(None, device=torch.device("cpu"))
-    (batch,) = make_batches(subject, "recall-80", 8, 8, 0, None)
-    stock = answer(subject, batch, make_cache(subject, None), 8)
-    expected = torch.cat([x[1:length] for x, length in zip(stock.logits, stock.lengths, strict=True)])
-    distance = {}
-    for name in ("arkv-origin", "arkv", "arkv-quant"):
-        # 384 tokens, whole.
-        scheme = get_scheme(name, budget_bytes=384 * 516)
-        mine = answer(subject, batch, make_cache(subject, scheme), 8)
-        distance[name] = float(kl_divergence(expected, predictions(subject, batch, mine, stock)).mean())
-    assert distance["arkv"] <= distance["arkv-origin"]
-    assert distance["arkv-quant"] < distance["arkv-origin"] / 2
-
-
-def test_evicted_tokens_count_among_what_was_saved():
-    """Bits per element are of all tokens that were seen: eviction saves memory."""
-    model = build("llama")
-    ids = prompt(2, 120)
-    caches = {name: MixedKVCache(model, get_scheme(name, **knobs)) for name, knobs in (
-        ("full", {}), ("arkv-origin", {"budget_tokens": 48, "window": 8, "page_size": 8}),
-    )}  # fmt: skip
-    for cache in caches.values():
-        model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
-    full, kept = (cache.memory() for cache in caches.values())
-    assert kept.bf16 == full.bf16
-    assert kept.compressed.total < 0.75 * full.compressed.total
-    assert kept.total_bits < 0.75 * full.total_bits
 
 
 @pytest.mark.parametrize("name", ["arkv", "arkv-quant", "arkv-origin", "kitty"])

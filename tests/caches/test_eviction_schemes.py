@@ -9,21 +9,18 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from hfkvq import Scheme, get_scheme, list_schemes
+from hfkvq import Scheme, get_scheme
 from hfkvq.caches.eviction.evictor import choose
-from hfkvq.caches.schemes import H2O, TOVA, ExpectedAttention, PyramidKV, SnapKV, StreamingLLM, base
+from hfkvq.caches.schemes import H2O, TOVA, ExpectedAttention, PyramidKV, SnapKV, StreamingLLM
 from hfkvq.caches.schemes import score_inputs as evidence_module
-from hfkvq.caches.schemes.base import Limits, warn_of_limits
-from hfkvq.caches.schemes.eviction import EvictionScheme, TokenEviction
+from hfkvq.caches.schemes.base import Limits
+from hfkvq.caches.schemes.eviction import EvictionScheme
 from hfkvq.caches.schemes.score_inputs import (
-    Evidence,
     expected_attention,
     keep_columns,
     keep_mask,
@@ -384,23 +381,6 @@ class TestContract:
         assert scheme.to_dict()["pages"] == held.to_dict()
         assert get_scheme(scheme, kernel=7).pages == held
 
-    @pytest.mark.parametrize(
-        ("name", "knobs", "message"),
-        [
-            ("snapkv", {"pages": "arkv"}, "pages: got 'arkv', which evicts itself"),
-            ("snapkv", {"pages": "triaxial"}, "pages: got 'triaxial', which reads tags"),
-            ("snapkv", {"pages": "kity"}, "scheme: got 'kity', which is unknown; did you mean 'kitty'"),
-            ("snapkv", {"budget_tokens": 64}, "budget_tokens: got 64, allowed more than the 64 tokens of window"),
-            ("tova", {"budget_tokens": 9, "budget_share": 0.5}, "budget_tokens, budget_share: got 9 and 0.5"),
-            ("h2o", {"budget_share": 1.5}, "budget_share: got 1.5, allowed 0.001 to 1.0"),
-            ("kitty+full", {}, "kitty: knob 'pages' is unknown"),
-            ("snapky+full", {}, "scheme: got 'snapky', which is unknown; did you mean 'snapkv'"),
-        ],
-    )
-    def test_choices_that_do_not_go_together(self, name, knobs, message):
-        with pytest.raises(ValueError, match=message):
-            get_scheme(name, **knobs)
-
     def test_what_steps_lose(self):
         """Scores that add up ask every step; shared scales are made again; the rest is the pages'."""
         assert get_scheme("snapkv").limits(128, 128) == Limits()
@@ -428,44 +408,3 @@ class TestContract:
         half = get_scheme("arkv", beta=0.25)
         assert half.remembers
         assert half.merge(torch.tensor(4.0), torch.tensor(8.0)) == 7.0
-
-    def test_who_evicts(self):
-        evicting = {name for name, scheme in list_schemes().items() if scheme.evicts}
-        assert {cls.name for cls in SIX} | {"arkv"} <= evicting
-        assert not evicting & {"full", "kitty-pro", "triaxial"}
-        assert base.entry_of("snapkv")[1].group == "eviction"
-
-
-def test_a_scheme_of_a_users_own(monkeypatch):
-    """A score in a line; and who writes it is told, as a warning, what steps lose by its choices."""
-    monkeypatch.setattr(base, "_PRESETS", dict(base._PRESETS))
-
-    @dataclass(frozen=True, kw_only=True)
-    class SmallKeys(TokenEviction):
-        """Tokens whose keys are short stay (Devoto et al., arXiv:2406.11430)."""
-
-        name = "small-keys"
-
-        @property
-        def evidence(self):
-            return frozenset({"keys"})
-
-        @property
-        def remembers(self):
-            return True
-
-        def scores(self, evidence: Evidence):
-            return -evidence.of("keys").float().norm(dim=-1)
-
-    scheme = get_scheme("small-keys+kitty-pro", window=4)
-    torch.testing.assert_close(scheme.scores(evidence_of(scheme)), -KEYS[0].norm(dim=-1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_limits(scheme, 128, 128)
-        warn_of_limits(get_scheme("h2o"), 128, 128)
-    with pytest.warns(UserWarning, match="small-keys: ") as told:
-        warn_of_limits(get_scheme(scheme, trim_every=8), 128, 128)
-    assert "small-keys: steps are not captured: scores that accumulate" in str(told[0].message)
-    assert "small-keys: tokens that stay are quantized again" in str(told[1].message)
-    with pytest.raises(NotImplementedError, match="SmallKeys merges no scores"):
-        scheme.merge(torch.zeros(1), torch.zeros(1))

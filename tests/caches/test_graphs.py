@@ -10,23 +10,17 @@ import copy
 import functools
 import gc
 import logging
-import pickle
 import weakref
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import CompileConfig, DynamicCache
 
-from hfkvq import MixedKVCache, TriAxialCache, captured_draft, get_scheme
-from hfkvq.caches import step_graphs
-from hfkvq.caches.attention import interface
-from hfkvq.caches.base import capture
+from hfkvq import MixedKVCache, captured_draft, get_scheme
 from hfkvq.caches.steps import step_buffer
 from hfkvq.caches.steps.step_buffer import StepBuffer
-from tests.caches.driver import small
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
-from tests.caches.models import FAMILIES, build, prompt
+from tests.caches.models import build, prompt
 from tests.caches.test_generate import FULL, MODES, _generate
 from tests.caches.test_static import SCHEMES, padded
 
@@ -46,7 +40,7 @@ def test_every_mode_of_generate(mode, length):
 def test_steps_of_every_scheme_are_those_without_graphs(name, monkeypatch):
     """Growing across several homes, with padding: the tokens of an eager cache."""
     # Fewer than by itself, so that fewer steps fill the first home.
-    monkeypatch.setattr(step_buffer, "LEAST_HEADROOM", 32)
+    monkeypatch.setattr(step_buffer, "LEAST_HEADROOM", 16)
     # What two layers share they share whatever the scheme. A second one would quantize the last bits of attention over
     # a buffer, which are not those of attention over what has grown, and a code may be another.
     model, (ids, mask) = build("llama", num_hidden_layers=2 if name == "full" else 1), padded(2, 30)
@@ -56,29 +50,16 @@ def test_steps_of_every_scheme_are_those_without_graphs(name, monkeypatch):
             MixedKVCache(model, SCHEMES[name], graphs=on, headroom=0.01),
             ids,
             attention_mask=mask,
-            max_new_tokens=50,
+            max_new_tokens=26,
         )
         for on in (True, False)
     ]
     assert torch.equal(*found)
-    # The room of the first home is for 32 tokens more; a budget may have been outgrown before there was one.
+    # The room of the first home is for 16 tokens more; a budget may have been outgrown before there was one.
     assert PythonGraph.made in ((1, 2, 3) if SCHEMES[name].evicts else (2,))
 
 
-def test_layers_that_differ_by_depth_are_captured_together():
-    """One with channels that queries choose, one with rotated keys of 4 bits, which asks nothing of queries."""
-    model, (ids, mask) = build("llama", num_hidden_layers=2), padded(2, 30)
-    scheme = small("best-2.5", wide_keys_to=1.0, wide_to=1.0)
-    found = [
-        _generate(model, MixedKVCache(model, scheme, graphs=on), ids, attention_mask=mask, max_new_tokens=50)
-        for on in (True, False)
-    ]
-    assert torch.equal(*found)
-    assert PythonGraph.made
-    assert [own.needs for own in (scheme.in_layer(0, 2), scheme.in_layer(1, 2))] == [{"query"}, frozenset()]
-
-
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("deepseek-v3",)])
+@pytest.mark.parametrize("family", ["mistral-sliding", "gemma3", "gemma2", "gpt-oss", "qwen3-next"])
 def test_families(family):
     """Sliding windows are captured too; those whose layers are of several kinds run as without graphs."""
     model = build(family)
@@ -160,16 +141,16 @@ def test_positions_from_the_mask_alone():
 def test_one_capture_serves_a_reset_cache_and_the_next_one():
     model = build("llama")
     cache = MixedKVCache(model, SCHEMES["kitty"])
-    expected = steps(model, MixedKVCache(model, SCHEMES["kitty"], graphs=False), 20)
-    torch.testing.assert_close(steps(model, cache, 20), expected, rtol=1e-4, atol=1e-4)
+    expected = steps(model, MixedKVCache(model, SCHEMES["kitty"], graphs=False), 9)
+    torch.testing.assert_close(steps(model, cache, 9), expected, rtol=1e-4, atol=1e-4)
     assert PythonGraph.made == 1
     for _ in range(2):
         cache.reset()
         assert cache.get_seq_length() == 0
-        torch.testing.assert_close(steps(model, cache, 20), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(steps(model, cache, 9), expected, rtol=1e-4, atol=1e-4)
     # A second cache beside the first one has buffers and graphs of its own.
     other = MixedKVCache(model, SCHEMES["kitty"])
-    torch.testing.assert_close(steps(model, other, 20), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(steps(model, other, 9), expected, rtol=1e-4, atol=1e-4)
     assert PythonGraph.made == 2
     token = torch.tensor([[5]])
     with torch.no_grad():
@@ -179,7 +160,7 @@ def test_one_capture_serves_a_reset_cache_and_the_next_one():
     new = MixedKVCache(model, SCHEMES["kitty"])
     made = PythonGraph.made
     del cache, other
-    torch.testing.assert_close(steps(model, new, 20), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(steps(model, new, 9), expected, rtol=1e-4, atol=1e-4)
     assert PythonGraph.made == made
 
 
@@ -200,14 +181,16 @@ def test_a_step_that_was_captured_before_is_captured_at_once():
     assert found == [0, 0, 1, 2, 0, 0, 1, 2]
 
 
-# By turns, and all of them where rows seal in units and where a budget trims.
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        (name, count)
-        for at, name in enumerate(SCHEMES)
-        for i, count in enumerate((11, 16, 27))
-        if name in ("kitty", "arkv") or i == at % 3
+        ("kitty", 11),
+        ("kitty", 16),
+        ("kitty", 17),
+        ("arkv", 16),
+        ("saw-int4-kv", 11),
+        ("mixkvq", 16),
+        ("tova+saw-int4", 11),
     ],
 )
 def test_what_the_last_owner_left_pending_is_not_the_next_ones(name, count):
@@ -224,7 +207,7 @@ def _without_graphs(name, seed):
     """A prompt, and as many greedy tokens as any case asks for."""
     model = build("llama", num_hidden_layers=1)
     cache = MixedKVCache(model, SCHEMES[name], graphs=False)
-    return _generate(model, cache, prompt(1, 40, seed), max_new_tokens=27)
+    return _generate(model, cache, prompt(1, 40, seed), max_new_tokens=17)
 
 
 @pytest.mark.parametrize("change", ["data", "parameter", "detach", "sdpa"])
@@ -270,32 +253,20 @@ def test_no_memory_for_buffers(monkeypatch):
     assert PythonGraph.made
 
 
-def test_inference_mode_and_then_no_grad():
-    """A home that was made in inference mode serves a cache that is not."""
-    model = build("llama")
-    cache = MixedKVCache(model, SCHEMES["kitty"])
-    with torch.inference_mode():
-        _generate(model, cache)
-    new = MixedKVCache(model, SCHEMES["kitty"])
-    want = steps(model, MixedKVCache(model, SCHEMES["kitty"], graphs=False), 20)
-    del cache
-    torch.testing.assert_close(steps(model, new, 20), want, rtol=1e-4, atol=1e-4)
-
-
 def test_copies_of_a_prefix_have_graphs_of_their_own():
     model, ids = build("llama"), prompt(1, 30)
     prefix = MixedKVCache(model, SCHEMES["mixkvq"])
     with torch.no_grad():
         model(ids, past_key_values=prefix)
-    for seed in range(3):
+    for seed in range(2):
         question = torch.cat([ids, prompt(1, 20, seed)], 1)
         cache = copy.deepcopy(prefix)
-        got = _generate(model, cache, question, max_new_tokens=30)
+        got = _generate(model, cache, question, max_new_tokens=12)
         want = copy.deepcopy(MixedKVCache(model, SCHEMES["mixkvq"], graphs=False))
         with torch.no_grad():
             model(ids, past_key_values=want)
-        assert torch.equal(got, _generate(model, want, question, max_new_tokens=30))
-    assert PythonGraph.made == 3
+        assert torch.equal(got, _generate(model, want, question, max_new_tokens=12))
+    assert PythonGraph.made == 2
     assert prefix.get_seq_length() == 30
 
 
@@ -303,7 +274,7 @@ def test_a_cache_that_is_gone_keeps_nothing():
     """Without the garbage collector; graphs and buffers go with the last cache of a family."""
     model = build("llama")
     cache = MixedKVCache(model, SCHEMES["arkv"])
-    steps(model, cache, 60)
+    steps(model, cache, 12)
     found = [
         weakref.ref(x) for x in (cache.layers[0], cache.layers[0].buffer.tensor, cache.layers[0].steps.sync.buffers)
     ]
@@ -319,8 +290,8 @@ def test_memory_is_ahead_of_need_by_a_quarter():
     model = build("llama", num_hidden_layers=1)
     cache, grown = (MixedKVCache(model, "kitty-pro", graphs=on) for on in (True, False))
     for each in (cache, grown):
-        steps(model, each, 300, prompt(1, 600))
-    assert cache.layers[0].buffer.room < 1.26 * 900
+        steps(model, each, 150, prompt(1, 600))
+    assert cache.layers[0].buffer.room < 1.26 * 750
     assert cache.memory().total < 1.1 * grown.memory().total
 
 
@@ -329,10 +300,10 @@ def test_room_of_an_evicted_prompt_is_for_what_it_left():
     model = build("llama")
     scheme = get_scheme("snapkv", budget_tokens=64, window=16, pages={"scheme": "full", "page_size": 16})
     cache = MixedKVCache(model, scheme)
-    for length in (800, 200, 40):
+    for length in (400, 100):
         found = []
         for each in (cache, MixedKVCache(model, scheme, graphs=False)):
-            found.append(steps(model, each, 40, prompt(1, length)))
+            found.append(steps(model, each, 12, prompt(1, length)))
             assert all(layer.store.runs[0].table.shape[1] * 16 <= 64 + 128 + 16 for layer in each.layers)
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
         assert all(layer.buffer.tensor is not None for layer in cache.layers)
@@ -515,43 +486,6 @@ def test_a_drafts_steps_are_captured_where_it_is_asked_for():
     assert made[1] > made[0] >= made[2]
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_dense_steps_go_without_cudnn(before, monkeypatch):
-    """cuDNN makes a plan for every length. A prompt keeps it, and what the user has set is set again."""
-    model, seen = build("llama"), []
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    def watched(query, *args, **kwargs):
-        seen.append((query.shape[2], torch.backends.cuda.cudnn_sdp_enabled()))
-        return attend(query, *args, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    own = torch.backends.cuda.cudnn_sdp_enabled()
-    try:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-        with torch.no_grad():
-            for tokens in (20, 5):
-                model(prompt(1, tokens), past_key_values=MixedKVCache(model.config, SCHEMES["kitty"]))
-        assert torch.backends.cuda.cudnn_sdp_enabled() == before
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(own)
-    assert set(seen) == {(20, before), (5, False)}
-
-
-def test_cudnn_comes_back_when_the_last_thread_is_out():
-    own, context = torch.backends.cuda.cudnn_sdp_enabled(), interface.WITHOUT_CUDNN
-    try:
-        torch.backends.cuda.enable_cudnn_sdp(True)
-        context.__enter__()
-        with context:
-            assert not torch.backends.cuda.cudnn_sdp_enabled()
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-        context.__exit__()
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(own)
-
-
 @pytest.mark.parametrize("value", ["0", "off"])
 def test_the_environment_switches_off(value, monkeypatch):
     monkeypatch.setenv("HFKVQ_GRAPHS", value)
@@ -567,25 +501,6 @@ def test_the_environment_switches_off(value, monkeypatch):
 def test_bad_arguments(name, value):
     with pytest.raises(ValueError, match=f"{name}: got"):
         MixedKVCache(build("llama").config, **{name: value})
-
-
-def test_saved_caches_go_on():
-    model = build("llama")
-    cache = MixedKVCache(model, SCHEMES["kitty"])
-    steps(model, cache, 10)
-    loaded = pickle.loads(pickle.dumps(cache))
-    token = torch.tensor([[7]])
-    with torch.no_grad():
-        found = [torch.cat([model(token, past_key_values=c).logits for _ in range(3)], 1) for c in (cache, loaded)]
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-
-
-def test_two_models_and_one_cache_each():
-    models = [build("llama", seed=seed) for seed in (0, 1)]
-    caches = [MixedKVCache(model, FULL) for model in models]
-    want = [steps(model, DynamicCache(config=model.config), 8) for model in models]
-    got = [steps(model, cache, 8) for model, cache in zip(models, caches, strict=True)]
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_cache_that_two_models_use():
@@ -632,30 +547,3 @@ def test_step_is_for_own_loops():
     got = torch.cat([cache.step(model, torch.tensor([[i]])).logits for i in range(5)], 1)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert PythonGraph.made == 1
-
-
-def test_layers_are_of_the_kind_that_is_captured():
-    assert all(x.steps for x in MixedKVCache(build("llama").config).layers)
-    assert not any(x.steps.sync.captured for x in MixedKVCache(build("llama").config, graphs=False).layers)
-    assert step_graphs.MAX_STEP == 16
-    assert TriAxialCache
-
-
-def test_numbers_are_made_on_the_device():
-    """As eager masks of Transformers 5.17 make them, which a CUDA graph could not copy."""
-    seen = []
-
-    class Seen(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.extend([func] * (func in (torch.tensor, torch.full)))
-            return func(*args, **(kwargs or {}))
-
-    with Seen(), capture.NumbersOnDevice():
-        made = [torch.tensor(x, device="meta", dtype=dtype) for x, dtype in ((0.5, torch.bfloat16), (3, None))]
-        assert seen == [torch.full, torch.full]
-        torch.tensor(0.5), torch.tensor([1, 2], device="meta")
-    assert [(x.dtype, x.shape, x.device.type) for x in made] == [
-        (torch.bfloat16, (), "meta"),
-        (torch.int64, (), "meta"),
-    ]
-    assert seen[2:] == [torch.tensor, torch.tensor]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import weakref
 
 import pytest
@@ -80,24 +78,6 @@ def test_a_cache_is_freed_with_its_last_name():
         assert [x() for x in (*layers, *stores)] == [None] * 6
     finally:
         gc.enable()
-
-
-def test_handles_keep_their_layer():
-    cache = cache_of()
-    keys, _ = cache.update(*tokens(0, 5), 0)
-    expected = cache.layers[0].dense("keys")
-    del cache
-    assert torch.equal(keys + 0, expected)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_have_handles_of_their_own(copied):
-    cache = cache_of()
-    fill(cache)
-    new = copied(cache)
-    for own in (cache, new):
-        keys, values = own.update(*tokens(7), 2)
-        assert keys.hfkvq_layer is values.hfkvq_layer is own.layers[2]
 
 
 def test_modes_and_kinds_do_not_mix():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 from evals.families import build, families
 from hfkvq import MixedKVCache, PrefixStore
 from hfkvq.caches import cache_file
-from hfkvq.caches.layers import HybridLayer, KVLayer, RecurrentLayer
-from hfkvq.caches.steps import step_buffer
+from hfkvq.caches.layers import HybridLayer, RecurrentLayer
 from hfkvq.tuning.fit import cache_bytes
 from tests.caches.driver import small
 from tests.caches.graph_recorder import PythonGraph, captured, taped  # noqa: F401
@@ -110,40 +108,6 @@ def test_presets_give_what_dequantized_pages_give(family, scheme):
     assert (fused - dense).abs().max() < 2e-4 * dense.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("family", "length", "count"),
-    [("falcon_h1", None, 60), ("qwen3_next", 90, 60)]
-    + [pytest.param(family, length, 200, marks=pytest.mark.slow) for family in KINDS for length in (None, 220)],
-)
-def test_replayed_operations_give_what_steps_in_python_give(family, length, count, taped, monkeypatch):  # noqa: F811
-    """Bit for bit over one buffer; through several, where attention is shared out otherwise, but for rounding."""
-    monkeypatch.setattr(step_buffer, "LEAST_HEADROOM", count // 4)
-    model, ids, tokens = model_of(family), prompt(2, 20) % 100, prompt(2, count, 3) % 100
-    options = {"max_cache_len": length, "headroom": 0.01}
-    scheme = small("saw-int4") if length else FULL
-    caches = [MixedKVCache(model, scheme, graphs=on, **options) for on in (True, False)]
-    found, expected = (steps(model, cache, ids, tokens) for cache in caches)
-    near = {"rtol": 0, "atol": 0} if length else {"rtol": 1e-4, "atol": 2e-5}
-    torch.testing.assert_close(found, expected, **near)
-    assert_same_states(*caches, **near)
-    assert taped.made == (1 if length else 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family",
-    "bailing_hybrid bamba granitemoehybrid kimi_linear lfm2_moe minicpmv4_6 nemotron_h olmo_hybrid qwen3_5_moe_text "
-    "qwen3_5_text zamba zaya".split(),
-)
-def test_replayed_operations_of_more_families(family, taped):  # noqa: F811
-    model, ids, tokens = model_of(family), prompt(2, 20) % 100, prompt(2, 150, 3) % 100
-    caches = [MixedKVCache(model, FULL), DynamicCache(config=model.config)]
-    found, expected = (steps(model, cache, ids, tokens) for cache in caches)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
-    assert_same_states(*caches, rtol=1e-4, atol=2e-5)
-    assert taped.made == 2
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", KINDS)
 def test_steps_are_captured_on_a_gpu(family):
@@ -229,16 +193,6 @@ def test_caches_take_turns_in_the_same_graph(taped):  # noqa: F811
     torch.testing.assert_close(found, steps(model, fresh, ids[:1], tokens[:1]), rtol=1e-4, atol=2e-5)
 
 
-def test_a_pickled_cache_goes_on():
-    model, ids, tokens = model_of("zamba2"), prompt(1, 20) % 100, prompt(1, 4, 3) % 100
-    cache = MixedKVCache(model, FULL)
-    steps(model, cache, ids, tokens)
-    again = pickle.loads(pickle.dumps(cache))
-    with torch.no_grad():
-        assert torch.equal(*[model(tokens[:, :1], past_key_values=x).logits for x in (cache, again)])
-    assert_same_states(cache, again)
-
-
 def test_rows_are_selected_and_repeated_with_their_states():
     model, ids, tokens = model_of("falcon_h1"), prompt(3, 20) % 100, prompt(3, 4, 3) % 100
     cache = MixedKVCache(model, FULL)
@@ -251,17 +205,6 @@ def test_rows_are_selected_and_repeated_with_their_states():
     steps(model, plain, ids[rows], tokens[rows])
     assert_same_states(cache, plain, rtol=1e-4, atol=2e-5)
     assert [layer.batch_size for layer in cache.compressed_layers] == [4, 4]
-
-
-def test_a_prompt_in_inference_mode_and_steps_in_another():
-    model, tokens = model_of("falcon_h1"), prompt(1, 3, 3) % 100
-    cache = MixedKVCache(model, FULL)
-    with torch.inference_mode():
-        model(prompt(1, 20) % 100, past_key_values=cache)
-    with torch.no_grad():
-        for i in range(3):
-            model(tokens[:, i : i + 1], past_key_values=cache)
-    assert cache.get_seq_length() == 23
 
 
 class TestFailures:
@@ -388,20 +331,6 @@ class TestFailures:
             pair = [model(ids, past_key_values=each).logits for each in (cache, plain)]
             torch.testing.assert_close(*pair, rtol=1e-4, atol=2e-5)
 
-    def test_refused_tokens_are_in_states_after_a_reset_too(self):
-        model, ids = build("qwen3_next"), prompt(1, 20) % 100
-        cache = MixedKVCache(model, FULL, debug=True)
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-            cache.reset()
-            model(ids, past_key_values=cache)
-            attention = next(x.self_attn for x in model.model.layers if hasattr(x, "self_attn"))
-            attention.k_proj.weight[0, 0] = torch.nan
-            with pytest.raises(ValueError, match="NaN or infinity"):
-                model(ids[:, :1], past_key_values=cache)
-            with pytest.raises(RuntimeError, match=r"reset\(\)"):
-                model(ids[:, :1], past_key_values=cache)
-
     @pytest.mark.parametrize("options", [{"debug": True}, {"attach": False}, {"graphs": False}], ids=str)
     def test_too_many_tokens_are_refused_before_states_have_them(self, options):
         model, ids = build("qwen3_next"), prompt(1, 40) % 100
@@ -420,12 +349,6 @@ class TestFailures:
             cache.update(keys, keys, cache._compressed[0])
         with pytest.raises(RuntimeError, match=r"reset\(\)"):
             model(ids[:, :1], past_key_values=cache)
-
-    def test_tokens_are_not_leveled_out_of_states(self, begun):
-        _, cache, _ = begun
-        with pytest.raises(NotImplementedError, match="recurrent states"):
-            cache.level()
-        assert cache.get_seq_length() == 20
 
 
 class TestFiles:
@@ -512,10 +435,3 @@ def test_states_are_counted_as_what_they_are():
     assert "recurrent states" in str(memory)
     expected = cache_bytes(model.config, "kitty", 30, 2, torch.float32, graphs=False)
     assert memory.total == expected
-
-
-def test_layers_are_known_by_their_class():
-    cache = MixedKVCache(model_of("zamba2"), FULL)
-    assert cache.is_linear == [True, False]
-    assert [isinstance(layer, KVLayer) for layer in cache.layers] == [False, True]
-    assert not cache.has_previous_state()

@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, causal_mask_function, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import and_masks, causal_mask_function, sdpa_mask
 
 from hfkvq import MixedKVCache
-from hfkvq.caches.attention.interface import NAME, hfkvq_attention, hfkvq_mask
+from hfkvq.caches.attention.interface import hfkvq_attention, hfkvq_mask
 from hfkvq.caches.layers.handle import LazyKV
 from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.driver import (
@@ -172,14 +171,6 @@ def test_extras_of_attention(kind, tokens):
     assert_close(out, torch.softmax(logits, -1)[..., : 30 + tokens] @ values)
 
 
-def test_mask_and_attention_are_registered():
-    """An attention name without a mask function gets no mask at all, and padding is lost."""
-    MixedKVCache(config("llama"))
-    assert ALL_ATTENTION_FUNCTIONS[NAME] is hfkvq_attention
-    assert ALL_MASK_ATTENTION_FUNCTIONS[NAME] is hfkvq_mask
-    assert not any(word in NAME for word in ("flash", "sdpa", "flex_attention", "/", "paged|"))
-
-
 def test_plain_step_gets_the_padding_mask():
     """Masks of the next steps look as this one does to what is launched."""
     mask = torch.randint(0, 2, (2, 31)) * 256
@@ -298,8 +289,9 @@ def test_none_always_means_bottom_right():
 # What schemes see of the queries.
 
 
-@pytest.mark.parametrize("chunks", [[44], [20, 12, 12], [5, 5, 5, 16, 13]], ids=str)
-@pytest.mark.parametrize("pads", [[0, 9], [13, 0], [17, 22]], ids=str)
+@pytest.mark.parametrize(
+    ("chunks", "pads"), [([44], [13, 0]), ([20, 12, 12], [17, 22]), ([5, 5, 5, 16, 13], [0, 9])], ids=str
+)
 def test_padded_queries_do_not_pollute_statistics(chunks, pads):
     """A row ranks its channels as it does alone, whatever the padding and whenever its batch mates seal."""
     scheme = small("kitty", score="qk_abs")
@@ -544,23 +536,6 @@ def test_handles_are_not_changed_in_place():
 # Cache verbs that Transformers calls.
 
 
-def test_sizes_before_and_after_update():
-    layer = make(small("kitty"), capacity=100, recordable=False)
-    assert layer.get_seq_length() == 0
-    assert layer.get_mask_sizes(30) == (30, 0)
-    feed(layer, [row(1, 30)], [30])
-    assert layer.get_mask_sizes(1) == (31, 0)
-    assert layer.get_max_length() == layer.get_max_cache_shape() == 100
-    assert make(small("kitty")).get_max_length() == -1
-    assert (layer.is_sliding, layer.is_compileable, layer.is_croppable) == (False, False, True)
-    buffered = make(small("kitty"), capacity=100)
-    feed(buffered, [row(1, 30)], [30])
-    # Steps over a buffer look alike: one token's mask would be as long as the capacity, several tokens' is their own.
-    assert [buffered.get_mask_sizes(n) for n in (1, 2)] == [(100, 0), (32, 0)]
-    assert buffered.get_max_length() == 100
-    assert buffered.is_compileable
-
-
 def test_early_initialization():
     """Allocated by shape alone; then used, also by heads of other dims than foreseen."""
     cache = MixedKVCache(config("llama"), small("kitty"), max_cache_len=50)
@@ -574,15 +549,6 @@ def test_early_initialization():
         assert_same_bits(stored(cache.layers[0], i), stored(fresh, i))
     forward(cache.layers[1], *(torch.randn(1, 4, 9, 24) for _ in range(3)))
     assert cache.layers[1].dense("keys").shape == (1, 4, 9, 24)
-
-
-def test_offload_and_prefetch():
-    layer = make(small("kitty"))
-    feed(layer, [row(1, 50)], [50])
-    held = stored(layer, 0)
-    layer.offload()
-    layer.prefetch()
-    assert_same_bits(stored(layer, 0), held)
 
 
 def test_cache_verbs_reach_every_layer():

@@ -200,15 +200,6 @@ def test_error_only_looks_at_no_query():
             assert flat(scheme.channel_bits(keys, given)) == expected
 
 
-def test_pages_heads_and_rows_choose_for_themselves():
-    keys = torch.zeros(2, 2, 2, 8, 32)
-    for i in range(8):
-        keys[i // 4, i // 2 % 2, i % 2, 3, i] = 9
-    bits = MixKVQ(salience="raw", **TAUS).channel_bits(keys, torch.ones(2, 2, 32))
-    assert bits.flatten(0, 2).argmax(-1).tolist() == list(range(8))
-    assert (bits == 16).sum() == 8
-
-
 def test_bad_queries_raise_nothing():
     q_abs = torch.ones(1, 1, 32)
     q_abs[0, 0, 0], q_abs[0, 0, 1] = math.nan, math.inf
@@ -277,18 +268,6 @@ def test_presets():
     assert get_scheme("mixkvq-error-only") == MixKVQ(salience="error_only")
 
 
-@pytest.mark.parametrize("dim", [24, 80])
-def test_head_dims_that_are_no_power_of_two(dim, backend, device):
-    scheme = MixKVQ(page_size=16, group_size=8, sink_length=4)
-    layers = [make(scheme), make(scheme)]
-    own = row(1, 40, dim=dim, device=device)
-    for layer, chunks in zip(layers, ([38, 1, 1], [20, 20]), strict=True):
-        feed(layer, [own], chunks)
-    assert_same_bits(stored(layers[1], 0), stored(layers[0], 0))
-    whole = layers[0].dense("keys")[0] - own.keys
-    assert whole.abs().amax() < own.keys.abs().amax() / 2
-
-
 # What is stored.
 
 
@@ -309,15 +288,6 @@ def test_page_by_hand():
     assert dense[:, 5].tolist() == pytest.approx([step * code for code in (0, 0, 1, 1, 2, 2, 3, 3)], abs=1e-3)
     # 0.3 as the page's zero has it.
     assert (dense[:, :3] == torch.tensor(0.3).half().float()).all()
-
-
-def test_a_channel_of_16_bits_is_exact_in_the_models_dtype():
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        own = row(1, 32, dtype=dtype)
-        layer = make(MixKVQ(page_size=16, group_size=8, sink_length=0, most_bf16=1.0, most_int4=0.0))
-        feed(layer, [own], [32])
-        assert layer.store.counters[2, 0] == 32
-        assert torch.equal(layer.dense("keys")[0], own.keys)
 
 
 def weighted(own, seed):
@@ -490,20 +460,6 @@ def test_the_gpu_chooses_the_same_and_waits_for_nothing(salience, select):
 
 
 # Whether it is of use.
-
-
-def test_queries_tell_which_outliers_matter():
-    """Eq. (4) at equal bytes: error alone gives the room to large channels, even if no query makes much of them."""
-    own, outliers = row(1, 128, dim=128), torch.arange(0, 128, 8)
-    own.keys[:, :, outliers] *= 8
-    own.queries[:, :, outliers] /= 8
-    error = {}
-    for name in ("mixkvq", "mixkvq-error-only"):
-        layer = make(get_scheme(name, sink_length=0))
-        feed_as_is(layer, [own], [128])
-        lost = (layer.dense("keys")[0] - own.keys).repeat_interleave(2, 0)
-        error[name] = (own.queries @ lost.transpose(-1, -2)).abs().mean().item()
-    assert error["mixkvq"] < 0.9 * error["mixkvq-error-only"]
 
 
 @pytest.mark.parametrize("salience", ["raw_logit", "raw", "error_only"])

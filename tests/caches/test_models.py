@@ -17,7 +17,6 @@ from transformers import (
     EncoderDecoderCache,
     GitConfig,
     GitForCausalLM,
-    LlamaConfig,
     MllamaConfig,
     MllamaForCausalLM,
     T5Config,
@@ -25,8 +24,6 @@ from transformers import (
 )
 
 from hfkvq import MixedKVCache
-from hfkvq.caches.base.model_config import attention_shape
-from hfkvq.caches.layers.memory import memory_of
 from tests.caches.graph_recorder import captured  # noqa: F401
 from tests.caches.models import BASE, build, config, prompt
 
@@ -148,14 +145,6 @@ def test_no_gradient_is_asked_for_in_vain(attention, attach, tokens):
         loss.backward()
 
 
-def test_gradients_of_what_comes_behind_the_cache():
-    """A head over a frozen model is trained as with any cache."""
-    model = build("llama")
-    model.model.requires_grad_(False)
-    model(prompt(2, 20), past_key_values=MixedKVCache(model, "kitty-pro")).logits.sum().backward()
-    assert model.lm_head.weight.grad.abs().sum() > 0
-
-
 @pytest.mark.parametrize("mode", [{"assistant_model": True}, {"prompt_lookup_num_tokens": 4}])
 def test_cross_attention_without_images(mode):
     """Its layers never see a token, so there is none to take back."""
@@ -183,15 +172,6 @@ def test_flex_attention_is_given_plain_tensors():
     assert [type(x) for x in cache.update(keys, values, 1)] == [torch.Tensor, torch.Tensor]
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:_compile flag")
-def test_flex_attention():
-    model = build("llama", attention="flex_attention")
-    few = {"max_new_tokens": 2, "do_sample": False}
-    found = model.generate(prompt(1, 20), past_key_values=MixedKVCache(model, "full", attach=False), **few)
-    assert torch.equal(found, build("llama").generate(prompt(1, 20), **few))
-
-
 def test_a_compiled_model_and_a_cache_that_grows():
     """Its compiler followed the store into what it cannot compile."""
     model, ids = build("llama", num_hidden_layers=1), prompt(1, 12)
@@ -212,28 +192,6 @@ def test_cache_of_another_models_layers():
         with pytest.raises(ValueError, match=r"made for 2 layers, but got keys of layer 2; make it from the config"):
             model(prompt(1, 5), past_key_values=cache)
     assert [layer.seen for layer in cache.layers] == [9, 9]
-
-
-@pytest.mark.parametrize("capacity", [None, 64])
-def test_fields_that_differ_by_layer(capacity):
-    """Transformers refuses to read them from the whole config."""
-    differs = LlamaConfig(**BASE, kv_lora_rank=4, per_layer_config={1: {"kv_lora_rank": 8, "num_key_value_heads": 1}})
-    cache = MixedKVCache(differs, "full", max_cache_len=capacity)
-    assert len(cache.compressed_layers) == BASE["num_hidden_layers"]
-    assert cache.graphs is None
-    assert attention_shape(differs) is None
-
-
-def test_memory_counts_whole_storages():
-    """After a prompt, a sliding window of Transformers is a view of all of it."""
-    model = build("gemma3")
-    plain = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(prompt(2, 200), past_key_values=plain)
-    sliding = [layer for layer in plain.layers if layer.is_sliding]
-    held = sum(x.untyped_storage().nbytes() for layer in sliding for x in (layer.keys, layer.values))
-    # And a counter of tokens in each.
-    assert held <= memory_of(sliding, 200).stock <= held + 8 * len(sliding)
 
 
 def test_the_last_cache_gives_the_old_name_back():

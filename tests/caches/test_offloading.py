@@ -17,14 +17,12 @@ from transformers import LlamaConfig
 from hfkvq import KittyCache, MixedKVCache, TriAxialCache
 from hfkvq.caches.layers.memory import held_bytes
 from hfkvq.caches.steps import step_buffer
-from hfkvq.caches.store import host
-from hfkvq.caches.store.state import as_bytes
 from hfkvq.caches.tags import parse_tag
 from tests.caches.driver import assert_same_bits, small, stored
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
 from tests.caches.test_generate import MODES, _generate
-from tests.caches.test_static import padded, run
+from tests.caches.test_static import padded
 
 # One run and several, whole pages and single tokens, 16 bits, statistics of queries.
 SCHEMES = ("kitty-pro", "saw-int4", "mixkvq", "kivi-2", "best-3.4", "full")
@@ -178,17 +176,6 @@ def test_tokens_that_change_their_bits():
     assert_alike(*caches, rows=1)
 
 
-def test_compiled_steps():
-    model, (ids, mask) = build("llama", num_hidden_layers=1), padded(2, 30)
-    caches = both(model, "kitty-pro", max_cache_len=80, graphs=False)
-    torch._dynamo.reset()
-    forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-    found = [run(model, f, cache, 25, ids, mask) for f, cache in zip((model.forward, forward), caches, strict=True)]
-    torch._dynamo.reset()
-    assert torch.equal(*found)
-    assert_alike(*caches, rows=2)
-
-
 def test_some_layers():
     """The last ones, of those that are held in pages."""
     model = build("llama", num_hidden_layers=3)
@@ -200,16 +187,6 @@ def test_some_layers():
     assert held[0] * 3 == held[1] * 2
     assert held[2] == 0
     assert torch.equal(logits[0], logits[2])
-
-
-def test_buffers_pass_between_caches_of_one_kind_alone(captured):  # noqa: F811
-    model = build("llama")
-    for on in (True, False, True):
-        kept = both(model, "kitty-pro")
-        cache = MixedKVCache(model, small("kitty-pro"), offloading=on)
-        _generate(model, cache, prompt(2, 60), max_new_tokens=12)
-        cache.integrity_check()
-        del kept
 
 
 def test_bad_arguments():
@@ -235,13 +212,3 @@ def test_devices_that_do_not_reach_the_host():
     with pytest.raises(ValueError, match="offloading: got tensors on meta, allowed CUDA GPUs and the CPU"):
         cache.update(tokens, tokens, 0)
     assert cache.get_seq_length() == 0
-
-
-def test_memory_goes_with_its_last_tensor():
-    x = host.empty(64, torch.device("cpu"))
-    block = host.empty(0, x.device), x.untyped_storage().hfkvq_block
-    assert not host.is_hosted(block[0])
-    assert block[1].bytes.data_ptr() == x.data_ptr()
-    part = as_bytes(x[8:16].view(torch.int16))
-    assert host.is_hosted(part)
-    assert not host.is_hosted(part.clone())

@@ -128,21 +128,10 @@ def flat(x):
     return x.reshape(BATCH * HEADS, -1, DIM)
 
 
-def bias_of(columns):
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    return (slopes[:, None, None] * torch.arange(columns)).repeat(BATCH, 1, 1)
-
-
 def batched(q, k, v, mask):
     logits = torch.bmm(flat(q), flat(k).transpose(1, 2)).view(BATCH, HEADS, q.shape[2], -1) + mask
     logits = torch.max(logits, torch.tensor(torch.finfo(q.dtype).min)).view(BATCH * HEADS, q.shape[2], -1)
     return torch.bmm(F.softmax(logits, dim=-1), flat(v)).view(*q.shape)
-
-
-def alibi(q, k, v, mask):
-    logits = bias_of(k.shape[2]).baddbmm(batch1=flat(q), batch2=flat(k).transpose(-1, -2), beta=2.0, alpha=0.25)
-    probs = F.softmax(logits.view(BATCH, HEADS, q.shape[2], -1) + mask, dim=-1).view(BATCH * HEADS, q.shape[2], -1)
-    return torch.bmm(probs, flat(v)).view(*q.shape)
 
 
 def written_to(q, k, v, mask):
@@ -156,51 +145,10 @@ def of_other_values(q, k, v, mask):
     return torch.matmul(F.softmax(q @ k.transpose(-1, -2), -1), v * 2)
 
 
-def written_to_by_a_helper(q, k, v, mask):
-    """`x += y` is the same tensor for all that hold it."""
-
-    def hide(x):
-        x += mask
-        x *= 0.5
-
-    logits = torch.matmul(q, k.transpose(-1, -2))
-    hide(logits)
-    return torch.matmul(F.softmax(logits, -1), v)
-
-
 def given_by_name(q, k, v, mask):
     logits = torch.matmul(input=q, other=k.transpose(dim0=2, dim1=3))
     logits = torch.where(condition=mask >= 0, input=torch.reshape(logits, shape=logits.shape), other=torch.tensor(-1e9))
     return torch.matmul(torch.softmax(logits.to("cpu", torch.float32), -1, torch.float32), v)
-
-
-def written_to_in_rows(q, k, v, mask):
-    logits = torch.matmul(q, k.transpose(-1, -2))
-    logits[:, 0].mul_(0.1)
-    for row in logits:
-        row.mul_(0.5)
-    logits.unsqueeze(0).add_(mask)
-    return torch.matmul(F.softmax(logits, -1), v)
-
-
-def written_to_from_below(q, k, v, mask):
-    """As C++ does, which no function of Python's is told of."""
-    logits = torch.matmul(q, k.transpose(-1, -2))
-    with torch._C.DisableTorchFunctionSubclass():
-        logits.mul_(0.5)
-    return torch.matmul(F.softmax(logits + mask, -1), v)
-
-
-def rounded(q, k, v, mask):
-    logits = (torch.matmul(q, k.to(torch.int32).float().transpose(-1, -2)) * 3).to(torch.int32).float()
-    return torch.matmul(F.softmax(logits + mask, -1), v)
-
-
-def in_buffers(q, k, v, mask):
-    columns = k.shape[2]
-    logits = torch.empty(BATCH * HEADS, q.shape[2], columns)
-    torch.baddbmm(torch.zeros(1, 1, 1), flat(q), flat(k).transpose(1, 2), beta=0, out=logits)
-    return torch.matmul(F.softmax(logits.view(BATCH, HEADS, -1, columns) + mask, -1), v)
 
 
 def functional(q, k, v, mask):
@@ -213,10 +161,7 @@ def dropping(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.5)
 
 
-OWN = (
-    batched, alibi, written_to, of_other_values, written_to_by_a_helper, given_by_name, written_to_in_rows,
-    written_to_from_below, rounded, in_buffers, functional, dropping,
-)  # fmt: skip
+OWN = (batched, written_to, of_other_values, given_by_name, functional, dropping)
 
 
 @pytest.mark.parametrize("queries", [1, 3, 30])

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import logging
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from hfkvq import MixedKVCache, PrefixStore, get_scheme
 from hfkvq.caches import cache_file, prefix_store
@@ -24,8 +18,7 @@ from tests.caches.driver import small
 from tests.caches.models import build, prompt
 from tests.caches.test_saved import ByAge, filled, packed_alike, poison_memory
 
-KINDS = ["full", "int4", "saw-int4", "kitty-pro", "kivi", "kvarn", "best-3.4", "mixkvq", "arkv", "snapkv", "h2o"]
-ROOT = Path(__file__).parents[2]
+KINDS = ["full", "saw-int4", "kitty-pro", "kvarn", "mixkvq", "arkv", "snapkv"]
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 PLAIN = get_scheme("int4", page_size=16, sink_length=0)
 """Without windows: every border of pages is matched."""
@@ -67,7 +60,7 @@ def test_what_was_put_comes_back_bit_for_bit(name, model, tmp_path):
     assert store.nbytes == PrefixStore(tmp_path, model, small(name), **options).nbytes
 
 
-@pytest.mark.parametrize("name", ["saw-int4", "best-3.4", "mixkvq", "arkv"])
+@pytest.mark.parametrize("name", ["best-3.4", "arkv"])
 def test_files_of_the_same_prompt_are_equal(name, model, tmp_path, monkeypatch):
     ids, found = prompt(1, 90), []
     for seed in (1, 2):
@@ -113,25 +106,6 @@ def test_sliding_windows_come_back(name, tmp_path):
     loaded, known = store.match(ids)
     assert known == 70
     assert torch.equal(*[fed(model, x, ids[:, 70:]) for x in (loaded, cache)])
-
-
-@pytest.mark.parametrize("name", ["gpt-oss", "mistral-sliding"])
-def test_windows_come_back_once_their_pages_are_filled_again(name, tmp_path):
-    """What other prompts share are pages of layers that hold all tokens; here there are such, or none at all."""
-    model, ids, scheme = build(name), prompt(1, 260), get_scheme("full", page_size=8)
-    store, known = PrefixStore(tmp_path, model, scheme), 0
-    for tokens in (60, 160, 250):
-        cache, found = store.match(ids[:, :tokens])
-        assert found == known
-        fed(model, cache, ids[:, known:tokens])
-        store.put(cache, ids[:, :tokens])
-        known = tokens
-    again, found = store.match(ids[:, :250])
-    assert (found, store.match(ids).tokens) == (249, 250)
-    again.integrity_check()
-    expected = DynamicCache(config=model.config)
-    fed(model, expected, ids[:, :249])
-    torch.testing.assert_close(*[fed(model, x, ids[:, 249:]) for x in (again, expected)], rtol=1e-4, atol=1e-4)
 
 
 def test_a_conversation_goes_on(model, store):
@@ -242,29 +216,6 @@ def test_a_fixed_capacity(model, tmp_path):
     assert PrefixStore(tmp_path, model, small("kitty-pro")).match(longer).tokens == 70
 
 
-def test_keys_that_are_rotated_by_the_length_of_their_prompt(tmp_path):
-    """Their pages are those of one prompt."""
-    model, ids = (
-        build("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        prompt(1, 90),
-    )
-    store = PrefixStore(tmp_path, model, PLAIN)
-    store.put(filled_with(model, ids), ids)
-    assert store.match(ids[:, :60]).tokens == 0
-    assert store.match(torch.cat([ids, ids], 1)).tokens == 90
-
-
-def test_inference_mode(model, store):
-    """Whatever mode a prompt is stored and found in, its cache goes on in another one."""
-    ids = prompt(1, 100)
-    with torch.inference_mode():
-        cache = filled_with(model, ids[:, :70], store.preset.scheme)
-        store.put(cache, ids)
-        loaded, known = store.match(ids)
-    assert known == 70
-    assert torch.equal(*[fed(model, x, ids[:, 70:]) for x in (loaded, cache)])
-
-
 # What does not match.
 
 
@@ -304,8 +255,10 @@ def test_adapters_tell_models_apart():
     assert len(set(hashes)) == 4
 
 
-@pytest.mark.parametrize("which", ["end", "page"])
-@pytest.mark.parametrize("damage", ["a bit", "cut off", "empty", "another", "gone"])
+@pytest.mark.parametrize(
+    ("which", "damage"),
+    [("end", "a bit"), ("end", "empty"), ("end", "gone"), ("page", "cut off"), ("page", "another"), ("page", "gone")],
+)
 def test_damaged_files_are_not_found_and_go(which, damage, model, store, caplog):
     ids = prompt(1, 100)
     for length in (40, 90):
@@ -361,15 +314,6 @@ def test_files_that_say_something_else(model, store):
         assert not end.exists()
 
 
-def test_a_damaged_page_shortens_what_is_matched_at_borders(model, tmp_path):
-    store, ids = PrefixStore(tmp_path, model, PLAIN), prompt(1, 100)
-    store.put(filled_with(model, ids), ids)
-    third = next(x for x in the(store)[1] if x.name.startswith("32-48-"))
-    third.write_bytes(b"")
-    assert store.match(torch.cat([ids, ids], 1)).tokens == 32
-    assert [len(x) for x in the(store)] == [0, 5]
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -381,17 +325,16 @@ def test_a_damaged_page_shortens_what_is_matched_at_borders(model, tmp_path):
         lambda layout: "pages",
     ],
 )
-@pytest.mark.parametrize("which", [0, 2])
-def test_pages_of_another_layout(which, change, model, tmp_path):
+def test_pages_of_another_layout(change, model, tmp_path):
     """Their checksums are right."""
     store, ids = PrefixStore(tmp_path, model, PLAIN), prompt(1, 100)
     store.put(filled_with(model, ids), ids)
     ends, pages = the(store)
-    page = sorted(pages, key=lambda path: int(path.name.split("-")[0]))[which]
+    page = sorted(pages, key=lambda path: int(path.name.split("-")[0]))[2]
     about, tensors = cache_file.read(page)
     cache_file.write(page, {"layout": json.dumps(change(json.loads(about["layout"])))}, tensors)
     loaded, known = store.match(torch.cat([ids, ids], 1))
-    assert known in (0, 16 * which)
+    assert known in (0, 32)
     assert loaded.get_seq_length() == known
     assert not ends[0].exists()
     assert store.match(torch.cat([ids, ids], 1)).tokens == known
@@ -423,17 +366,6 @@ def test_the_least_recently_used_go_first(model, tmp_path):
     ):
         small_store.put(caches[0], ids[0])
     assert store.nbytes == before
-
-
-def test_what_writers_have_left_behind_goes(model, store):
-    cache, ids = filled(model)
-    store.put(cache, ids)
-    old, new = (store._pages / f".{name}.safetensors.1-1.part" for name in ("old", "new"))
-    for path in (old, new):
-        path.write_bytes(b"half")
-    os.utime(old, (0, 0))
-    store.put(cache, ids)
-    assert (old.exists(), new.exists()) == (False, True)
 
 
 def test_a_full_disk(model, store, monkeypatch):
@@ -487,37 +419,6 @@ def test_several_threads(model, tmp_path):
     loaded, known = store.match(ids[:, :130])
     assert known == 110
     assert torch.equal(*[fed(model, x, ids[:, 110:]) for x in (loaded, caches[110])])
-
-
-def chat(path, own, turns=(0, 1, 2, 3, 4, 5)):
-    """A conversation whose beginning others have as well; tokens known at each turn."""
-    model, found = build("llama"), []
-    store = PrefixStore(path, model, small("kitty-pro"), max_bytes=20_000_000)
-    whole = torch.cat([prompt(1, 64), prompt(1, 100, own)], 1)
-    for turn in turns:
-        ids = whole[:, : 64 + 16 * turn]
-        cache, known = store.match(ids)
-        fed(model, cache, ids[:, known:])
-        store.put(cache, ids)
-        cache.integrity_check()
-        found.append(known)
-    return found
-
-
-@pytest.mark.slow
-def test_two_processes_write_and_what_they_wrote_is_there_the_next_day(tmp_path):
-    assert chat(tmp_path, 1) == [0, 64, 80, 96, 112, 128]
-    code = f"from tests.caches.test_prefix_store import chat; print(chat({str(tmp_path)!r}, 2))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True) as other:
-        for seed in itertools.count(3):
-            assert chat(tmp_path, seed)[1:] == [64, 80, 96, 112, 128]
-            if other.poll() is not None:
-                break
-        assert other.communicate()[0].strip() == "[63, 64, 80, 96, 112, 128]"
-    assert other.returncode == 0
-    assert chat(tmp_path, 2, [6]) == [144]
-    assert not list(tmp_path.rglob("*.part"))
 
 
 # What is refused.

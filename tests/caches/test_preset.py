@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hfkvq import ARKVCache, KittyCache, MixedKVCache, get_scheme
+from hfkvq import KittyCache, MixedKVCache, get_scheme
 from hfkvq.caches import Preset, get_preset
 from tests.caches.models import build, config, prompt
 
@@ -130,24 +130,6 @@ def test_layers_hold_what_they_were_told():
     assert "2: Kitty" in repr(copy.deepcopy(cache))
 
 
-def test_all_layers_full_is_the_stock_cache():
-    model = build("llama", num_hidden_layers=3)
-    ids = prompt(2, 40)
-    expected = model.generate(ids, past_key_values=DynamicCache(), max_new_tokens=12, do_sample=False)
-    cache = MixedKVCache(model, kitty(), layers={"0-1": "full", "-1": "full"})
-    assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False), expected)
-
-
-def test_evicting_beside_quantized_layers():
-    """Tokens seen are the same in all, tokens held are not."""
-    model = build("llama", num_hidden_layers=3)
-    cache = ARKVCache(model, budget_tokens=24, window=8, page_size=8, layers={"0": "full"})
-    model.generate(prompt(2, 60), past_key_values=cache, max_new_tokens=12, do_sample=False)
-    assert [layer.get_seq_length() for layer in cache.layers] == [71] * 3
-    held = [layer.store.nbytes().total for layer in cache.compressed_layers]
-    assert held[0] > 1.5 * max(held[1:])
-
-
 def test_a_file_is_a_name(tmp_path):
     path = tmp_path / "tuned.json"
     preset = get_preset(kitty(), {"0": "full"}, origin={"model": "tiny", "kld": 0.01})
@@ -205,13 +187,6 @@ def test_knobs_behind_a_name_and_as_arguments(tmp_path):
 def test_wrong_knobs(scheme, knobs, message):
     with pytest.raises(ValueError, match=message):
         MixedKVCache(config("llama"), scheme, **knobs)
-
-
-def test_a_loaded_cache_keeps_its_knobs(tmp_path):
-    model = build("llama")
-    MixedKVCache(model, "kitty:boost_ratio=0.5").save(tmp_path / "cache")
-    with pytest.raises(ValueError, match="allowed no knobs"):
-        MixedKVCache.load(tmp_path / "cache", model, boost_ratio=0.25)
 
 
 def test_wrong_files(tmp_path):

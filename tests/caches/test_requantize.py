@@ -7,19 +7,15 @@ import pickle
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from hfkvq import TriAxialCache, get_scheme
 from hfkvq.caches.layer_state import tags as layers
 from hfkvq.caches.layer_state.tags import TokenRecord
-from hfkvq.caches.schemes.base import UNTAGGED
 from hfkvq.caches.store import requantize as requantizing
 from hfkvq.caches.store.requantize import requantize_by_tags
-from hfkvq.caches.tags import PAD, TEMPORAL, Tagger, parse_tag
+from hfkvq.caches.tags import PAD, TEMPORAL, parse_tag
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.quantize import dequantize_pages, quantize_pages
-from hfkvq.measure.reference import load_reference, tools
-from hfkvq.measure.reference.chat import render
 from tests.caches import driver
 from tests.caches.driver import DIM, assert_close, assert_same_bits, attention, join, mask_of, row, stored, tensors_of
 from tests.caches.models import build, prompt
@@ -158,42 +154,6 @@ def test_widths_are_the_tables_after_every_turn(model):
     assert cache.memory().code_bits < 3
 
 
-def test_generated_tokens_get_the_tag_of_what_they_were(model):
-    """A step records no tag; the next prompt finds out."""
-    cache = make(model)
-    out = generate(model, cache, turn(40, 0), 33)
-    assert (cache.tokens.tags[:, 40:72] == UNTAGGED).all()
-    whole = torch.cat([out, turn(5, 1)], 1)
-    forward(model, cache, whole[:, 72:])
-    assert torch.equal(cache.tokens.tags[:, :78], Aging().tag(whole))
-
-
-@pytest.mark.parametrize("length", [None, 400])
-def test_windows_keep_their_tokens_whole_while_other_layers_age(length):
-    """Over five turns of a model with both: layers that see all tokens go by the table, windows hold 16 bits."""
-    model = build("gemma3")
-    cache, plain, expected = make(model, max_cache_len=length), DynamicCache(config=model.config), Model()
-    windows = [layer.window for layer in cache.layers]
-    assert windows == [16, 0, 16]
-    full, ids = cache.layers[1], torch.empty(1, 0, dtype=torch.long)
-    for number, (tokens, steps) in enumerate([(70, 30), (20, 50), (60, 3), (2, 9), (12, 25)]):
-        ids = torch.cat([ids, turn(tokens, number)], 1)
-        expected.prompt(widths_of(ids))
-        # Answers come one by one, and begin no turn.
-        answer = torch.where(prompt(1, steps, 9 + number) == TURN, 5, prompt(1, steps, 9 + number))
-        for part in (ids[:, -tokens:], *answer.split(1, 1)):
-            forward(model, cache, part)
-            forward(model, plain, part)
-        expected.step(steps)
-        ids = torch.cat([ids, answer], 1)
-        assert [sorted(own) for own in positions(full)] == [sorted(expected.narrow), expected.wide]
-        # Nothing that is compressed comes before the first layer.
-        for side, held in (("keys", plain.layers[0].keys), ("values", plain.layers[0].values)):
-            torch.testing.assert_close(cache.layers[0].dense(side)[:, :, -15:], held[:, :, -15:])
-        cache.integrity_check()
-    assert len(expected.narrow) > 100
-
-
 def test_int2_never_becomes_int4(model):
     """A table by which tokens would deserve more bits as they age, and less again."""
     table = {"current|text|obs": 2, "turn_m2|text|obs": 2, "turn_m2|text|user": 2}
@@ -231,33 +191,6 @@ def test_tail_tokens_are_sealed_with_the_tag_that_they_have_by_then(model):
     assert positions(cache.layers[0]) == [[], []]
     forward(model, cache, torch.tensor([[TURN] + [5] * 40]))
     assert positions(cache.layers[0]) == [list(range(16)), list(range(16, 64))]
-
-
-def test_a_chat_model_with_tools():
-    """The bundled model's own template: tool results and calls age, and bytes are saved against the default."""
-    model, tokenizer = load_reference(torch.float32)
-    knobs = {"page_size": 8, "group_size": 8, "seal_unit": 8, "sink_length": 0}
-    example = tools(seed=3, rounds=4)
-    messages, schemas = list(example.messages), example.tools
-    cuts = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    assert len(cuts) >= 3
-    table = dict(get_scheme("triaxial").table)
-    bits, tagger = {parse_tag(name): width for name, width in table.items()}, Tagger.from_tokenizer(tokenizer)
-    fresh, aging = (TriAxialCache(model, tokenizer, requantize_on_turn_end=on, **knobs) for on in (False, True))
-    expected = Model(8, 8)
-    for cut in (cut + 1 for cut in cuts):
-        text = render(messages[:cut], schemas)
-        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-        for cache in (fresh, aging):
-            forward(model, cache, ids[:, cache.get_seq_length() :])
-        expected.prompt([bits.get(tag, 4) for tag in tagger.tag(ids)[0].tolist()])
-        expected.check(aging)
-    kinds = {TEMPORAL[tag // 14] for tag in tagger.tag(ids)[0, sorted(expected.narrow)].tolist()}
-    assert kinds <= {"older", "turn_m2"}
-    assert len(expected.narrow) >= 16
-    assert len(positions(fresh.layers[0])[0]) < len(expected.narrow)
-    assert aging.memory().total < fresh.memory().total
-    assert aging.memory().code_bits < fresh.memory().code_bits
 
 
 # Bytes.
@@ -448,31 +381,6 @@ def test_rows_whose_turn_goes_on_keep_every_bit():
 # Off.
 
 
-def test_off_is_what_it_was(model, monkeypatch):
-    """No tag of a cached token is renewed and nothing is demoted; ``False`` is the default."""
-    assert get_scheme("triaxial") == get_scheme("triaxial", requantize_on_turn_end=False)
-    assert get_scheme("triaxial").needs == {"tags"}
-    calls = []
-    original = layers.requantize_by_tags
-    monkeypatch.setattr(layers, "requantize_by_tags", lambda *args: calls.append(1) or original(*args))
-    off, plain, on = make(model, False), TriAxialCache(model, tagger=Aging(), **SMALL), make(model)
-    ids = torch.cat([turn(60, 0), turn(40, 1), turn(40, 2)], 1)
-    for cache in (off, plain):
-        for part in ids.split([60, 40, 40], 1):
-            forward(model, cache, part)
-    assert not calls
-    assert torch.equal(off.tokens.tags[:, :60], Aging().tag(ids[:, :60]))
-    for a, b in zip(off.layers, plain.layers, strict=True):
-        assert_same_bits(stored(a, 0), stored(b, 0))
-    # Until a turn ends the option changes nothing either.
-    forward(model, on, ids[:, :60])
-    first = make(model, False)
-    forward(model, first, ids[:, :60])
-    assert_same_bits(stored(on.layers[1], 0), stored(first.layers[1], 0))
-    forward(model, on, ids[:, 60:100])
-    assert calls
-
-
 def test_a_table_without_ages_changes_nothing(model):
     """Turns end, all tags are asked again, and every token has the bits of its age already."""
     table = {f"{age}|text|obs": 2 for age in TEMPORAL}
@@ -485,14 +393,6 @@ def test_a_table_without_ages_changes_nothing(model):
     assert on.tokens.renewed == 33
     assert positions(on.layers[0])[0] == list(range(16, 32))
     same(held(on), held(off))
-
-
-def test_knob():
-    with pytest.raises(ValueError, match=r"requantize_on_turn_end: got 'yes', allowed False, True"):
-        get_scheme("triaxial", requantize_on_turn_end="yes")
-    scheme = get_scheme("triaxial", requantize_on_turn_end=True)
-    assert scheme.from_dict(scheme.to_dict()) == scheme
-    assert "requantize_on_turn_end" not in scheme.searched()
 
 
 # What fails loses nothing.
@@ -528,9 +428,15 @@ def test_a_refused_prompt_demotes_nothing(model):
     same(held(cache), held(other))
 
 
-@pytest.mark.parametrize("broken", ["write_pages", "as_pages", "_pages_in_order"])
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("knobs", [{}, {"max_cache_len": 200}, {"max_cache_len": 200, "page_size": 32}])
+@pytest.mark.parametrize(
+    ("broken", "layer", "knobs"),
+    [
+        ("write_pages", 0, {}),
+        ("write_pages", 1, {"max_cache_len": 200, "page_size": 32}),
+        ("as_pages", 1, {}),
+        ("_pages_in_order", 0, {"max_cache_len": 200}),
+    ],
+)
 def test_no_memory_for_a_move_is_no_loss(model, monkeypatch, broken, layer, knobs):
     """Whichever part of a move fails, its layer is as it was; asked again, all is as if nothing had failed."""
     cache, smooth = (make(model, **knobs) for _ in range(2))
@@ -597,20 +503,6 @@ def test_rows_copies_and_files_go_on(model, knobs):
     expected.check(cache)
     for x in (twin, loaded, chosen):
         same(held(x), held(cache))
-
-
-def test_beams_after_a_move(model):
-    """Beams share the pages that were made, and each has its own tokens behind them."""
-    cache, ids = make(model), torch.cat([turn(90, 0), turn(30, 1)], 1)
-    first = generate(model, cache, ids[:, :90], 8)
-    whole = torch.cat([first, turn(30, 1)], 1)
-    cache.batch_repeat_interleave(3)
-    generate(model, cache, whole, 12, num_beams=3)
-    for index in range(3):
-        narrow, wide = positions(cache.layers[0], index)
-        assert len(narrow) >= 32
-        assert sorted(narrow + wide) == list(range(len(narrow) + len(wide)))
-        assert narrow == positions(cache.layers[0], 0)[0]
 
 
 def test_crop_takes_the_turn_back_or_refuses(model):
@@ -714,36 +606,6 @@ def test_without_all_ids_nothing_is_renewed(model):
     assert min(expected.narrow) < 10
 
 
-def test_answers_that_no_hook_saw_are_shown_by_see(model):
-    """Compiled steps show no ids: the conversation is shown before each turn."""
-    # Of a config, keys would be smoothed by the prompt.
-    cache, hooked, answers = make(model.config, smooth_keys=False), make(model, smooth_keys=False), []
-    first, second = turn(60, 0), turn(10, 1)
-    cache.see(first)
-    for x in (cache, hooked):
-        answers.append(generate(model, x, first, 40))
-    assert torch.equal(*answers)
-    whole = torch.cat([answers[0], second], 1)
-    cache.see(whole)
-    for x in (cache, hooked):
-        generate(model, x, whole, 2)
-    assert max(positions(cache.layers[0])[0]) > 60
-    same(held(cache), held(hooked))
-
-
-def test_a_turn_that_was_taken_back_moves_nothing(model):
-    """Tags that were renewed for it are no one's business any more."""
-    cache, ids = make(model.config), torch.cat([turn(100, 0), turn(40, 1)], 1)
-    cache.see(ids[:, :100])
-    forward(model, cache, ids[:, :100])
-    cache.see(ids)
-    cache.crop(-2)
-    for at in (98, 99, 100):
-        forward(model, cache, torch.tensor([[5]]))
-        assert cache.get_seq_length() == at + 1
-        assert not positions(cache.layers[0])[0]
-
-
 def test_a_turn_of_one_token_may_go_through_the_step_of_a_fixed_cache(model):
     """Announced by `see`: the step reads the buffer, where the move must have arrived."""
     ids, outs = torch.cat([turn(100, 0), torch.tensor([[TURN]])], 1), []
@@ -783,23 +645,8 @@ def test_other_attention_settles_first(model):
     assert len(expected.narrow) >= 48
 
 
-def test_layers_without_the_option_keep_their_tokens(model):
-    """Only the layers that have asked for it are requantized."""
-    cache = make(model, False, layers={0: {"requantize_on_turn_end": True}})
-    ids = torch.cat([turn(100, 0), turn(40, 1)], 1)
-    forward(model, cache, ids[:, :96])
-    before = stored(cache.layers[1], 0)
-    forward(model, cache, torch.tensor([[TURN, 5]]))
-    assert positions(cache.layers[0])[0]
-    assert not positions(cache.layers[1])[0]
-    after = stored(cache.layers[1], 0)
-    for name in ("1 keys positions", "1 keys codes 0", "1 values scale 3"):
-        assert torch.equal(after[name], before[name])
-
-
-@pytest.mark.parametrize("name", ["kitty", "arkv", "saw-int4"])
-def test_other_stores_are_refused(name):
-    layer = driver.make(driver.small(name))
+def test_other_stores_are_refused():
+    layer = driver.make(driver.small("kitty"))
     driver.forward(layer, *join([row(1, 40)]))
     with pytest.raises(NotImplementedError, match=r"requantize_by_tags: got s.*, allowed several runs"):
         requantize_by_tags(layer.store, torch.zeros(1, 40, dtype=torch.uint8))

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkvq import MixedKVCache, TriAxialCache
 from hfkvq.caches.layer_state.tags import TokenRecord
-from hfkvq.caches.layers import PaddingReader
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.store import kvstore
 from hfkvq.caches.store.routing import ColumnTags, SealSource, SealStart, route_by_width
@@ -38,15 +37,6 @@ class MostlyObs:
     def tag(self, ids, mask=None):
         tags = torch.where(ids % 3 != 0, parse_tag(OBS), parse_tag(USER)).to(torch.uint8)
         return tags if mask is None else tags.masked_fill(mask == 0, PAD)
-
-
-class Ages:
-    """The newest four tokens are the user's, and all others old."""
-
-    def tag(self, ids, mask=None):
-        tags = torch.full(ids.shape, parse_tag(OBS), dtype=torch.uint8)
-        tags[:, -10 if ids.shape[1] == 10 else -4 :] = parse_tag(USER)
-        return tags
 
 
 @pytest.fixture(scope="module")
@@ -135,16 +125,6 @@ def test_only_the_first_layer_asks(leads, monkeypatch):
         assert first[0] <= 2
         assert [asked for asked, _ in others] == [0] * (LAYERS - 1)
     assert min(int(run_count(cache.layers[3].store.counters, run, "keys").min()) for run in (0, 1)) > 30
-
-
-def test_other_layers_have_little_to_do(monkeypatch):
-    """It was some 200 operations in every layer, which take the host as long as a layer takes a GPU.
-
-    Vectors of smoothing, which a first prompt gives where no model is known, are another matter.
-    """
-    cache = TriAxialCache(config("llama", num_hidden_layers=LAYERS), tagger=MostlyObs(), **SMALL, smooth_keys=False)
-    (_, *first), (_, *second) = by_hand(cache, [150, 150], [0], monkeypatch)
-    assert max(count for _, count in first + second) <= 90
 
 
 @pytest.mark.parametrize("leads", [[0, 0], [0, 9]])
@@ -336,18 +316,6 @@ def test_padding_of_which_nothing_is_sealed(model):
     assert_alike(cache, other)
 
 
-def test_an_emptied_store_is_known_to_be_empty(model):
-    """One of fixed capacity, whose tensors go on to be used."""
-    cache = make(model, max_cache_len=200, page_size=32)
-    forward(model, cache, torch.full((2, 50), 4))
-    stores = [layer.store for layer in cache.layers]
-    cache.reset()
-    for layer, store in zip(cache.layers, stores, strict=True):
-        assert layer.store is store
-        host, device = told(layer)
-        assert host == device == ((0, 0),) * 6
-
-
 def test_tokens_that_may_be_taken_back_are_not_counted_as_sealed(model):
     """Generated ones, of which the newest 64 stay in the tail."""
     cache = make(model)
@@ -360,21 +328,6 @@ def test_tokens_that_may_be_taken_back_are_not_counted_as_sealed(model):
         host, device = told(layer)
         assert host == device
         assert sum(row[0] for row in device[RUNS::2]) == 104
-
-
-def test_tokens_that_get_fewer_bits_are_no_longer_where_they_were(model):
-    """Generated ones, by a prompt that seals nothing itself."""
-    cache = make(model, requantize_on_turn_end=True)
-    ids = torch.full((1, 84), 4)
-    forward(model, cache, ids[:, :20])
-    for at in range(20, 81):
-        forward(model, cache, ids[:, at : at + 1])
-    before = cache.layers[1].store.counters[RUNS:].tolist()
-    forward(model, cache, ids[:, 81:])
-    for layer in cache.layers:
-        host, device = told(layer)
-        assert host in (None, device)
-        assert device[RUNS] > tuple(before[0])
 
 
 CHANGES = {
@@ -402,17 +355,6 @@ def test_routes_are_of_tags_as_they_are(change):
     new = record.shared_tags(device)
     assert new is not shared
     assert new is None if change == "clear" else torch.equal(new.codes, record.tags_on(device))
-
-
-def test_renewed_tags_are_others():
-    """Also where a prompt that was announced brings none of its own."""
-    record, device = TokenRecord(Ages(), renew=True, layers=9), torch.device("cpu")
-    record.tag_prompt(torch.arange(10)[None], None, 0)
-    first = record.shared_tags(device).codes.tolist()
-    record.expect(torch.arange(14)[None], None, 10)
-    codes = record.shared_tags(device).codes
-    assert codes.tolist() == [[*[parse_tag(OBS)] * 10, *[parse_tag(USER)] * 4]]
-    assert first == [[parse_tag(USER)] * 10]
 
 
 def test_the_bytes_are_those_of_one_token_after_the_other(model):
@@ -518,39 +460,6 @@ def test_a_scheme_that_looks_at_tokens_is_shown_them(model):
     assert not torch.equal(shown[0][0], shown[1][0])
     assert all(tags is not None and keys.shape[2] == position.shape[1] == 80 for keys, position, tags in shown)
     assert len({str(stored(layer, 0).get("0 keys positions")) for layer in cache.layers}) == LAYERS
-
-
-def test_a_scheme_that_does_not_is_asked_once(model):
-    asked = []
-
-    class Counting(TriAxial):
-        name = ""
-        reads_tokens = False
-
-        def token_bits(self, keys, values, position, tags=None):
-            asked.append((keys.shape, values.shape, position.shape))
-            return super().token_bits(keys, values, position, tags)
-
-    cache, scheme = make(model), Counting(**SMALL)
-    for layer in cache.layers:
-        layer.scheme = scheme
-    forward(model, cache, torch.randint(3, 100, (2, 80)))
-    assert asked == [((2, 2, 80, 32), (2, 2, 80, 32), (2, 80))]
-
-
-def test_without_a_record_each_layer_goes_its_own_way():
-    """Layers outside a `TriAxialCache`, which have no tags."""
-    reader, generator = PaddingReader(), torch.Generator().manual_seed(0)
-    layer = make(config("llama", num_hidden_layers=1)).layers[0]
-    layer.tags.record, layer.reader = None, reader
-    valid = torch.arange(70) >= torch.tensor([[0], [30]])
-    q, k, v = (torch.randn(2, heads, 70, 32, generator=generator) for heads in (4, 2, 2))
-    mask = mask_of(layer, valid, 2, 70)
-    layer.update(k, v)
-    layer.begin(mask, 70)
-    layer.finish(q, AttentionArguments(1.0, mask))
-    assert layer.store.counters[RUNS:, 0].tolist() == [0, 0, 64, 64]
-    assert layer.store.counters[RUNS:, 1].tolist() == [0, 0, 40, 40]
 
 
 # What fails.

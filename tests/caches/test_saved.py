@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from hfkvq import KittyCache, MixedKVCache, TriAxialCache
+from hfkvq import MixedKVCache, TriAxialCache
 from hfkvq.caches import cache_file
 from hfkvq.caches.tags import parse_tag
 from tests.caches.driver import small
@@ -47,17 +47,6 @@ def test_generate_goes_on_with_a_saved_prompt(length, tmp_path, captured):  # no
     if length is not None:
         with pytest.raises(ValueError, match="max_cache_len"):
             model.generate(expected, past_key_values=loaded, **options | {"max_new_tokens": 60})
-
-
-def test_rows_that_were_reordered(tmp_path):
-    model = build("llama")
-    cache, ids = filled(model, rows=3)
-    cache.reorder_cache(torch.tensor([2, 0, 0]))
-    cache.save(tmp_path / "cache")
-    loaded = MixedKVCache.load(tmp_path / "cache", model)
-    with torch.no_grad():
-        logits = [model(ids[:, :1], past_key_values=x).logits for x in (cache, loaded)]
-    assert torch.equal(*logits)
 
 
 class ByAge:
@@ -113,19 +102,6 @@ def test_tags_come_back(tmp_path):
         MixedKVCache.load(tmp_path / "cache", model)
 
 
-def test_classes_of_one_scheme(tmp_path):
-    model = build("llama")
-    cache = KittyCache(model, page_size=16, local_length=16, layers={0: "full"})
-    with torch.no_grad():
-        model(prompt(1, 60), past_key_values=cache)
-    cache.save(tmp_path / "cache")
-    loaded = KittyCache.load(tmp_path / "cache", model)
-    assert loaded.preset == cache.preset
-    filled(model, "mixkvq")[0].save(tmp_path / "other")
-    with pytest.raises(ValueError, match="of the scheme mixkvq, and KittyCache of kitty"):
-        KittyCache.load(tmp_path / "other", model)
-
-
 @pytest.mark.parametrize("length", [None, 300])
 def test_sliding_windows_come_back(length, tmp_path):
     """Of a ring of pages each page once, wherever it begins."""
@@ -160,15 +136,6 @@ def test_another_release_is_named(file, monkeypatch):
         MixedKVCache.load(file, build("llama"))
 
 
-def test_a_file_has_no_room_that_nobody_uses(tmp_path):
-    model = build("llama")
-    cache, _ = filled(model, tokens=300, max_cache_len=2000)
-    cache.save(tmp_path / "cache")
-    grown, _ = filled(model, tokens=300)
-    assert (tmp_path / "cache").stat().st_size < 1.2 * grown.memory().total + 20_000
-    assert (tmp_path / "cache").stat().st_size < cache.memory().total / 2
-
-
 @pytest.mark.parametrize("tokens", [0, 120])
 def test_newest_tokens_can_be_taken_back_as_before(tokens, tmp_path):
     """What assisted decoding has asked for is kept, by an empty cache and by sliding windows, too."""
@@ -184,15 +151,6 @@ def test_newest_tokens_can_be_taken_back_as_before(tokens, tmp_path):
             model(ids[:, tokens : tokens + 10], past_key_values=x)
             x.crop(-6)
         assert torch.equal(*[model(ids[:, :1], past_key_values=x).logits for x in (cache, loaded)])
-
-
-def test_an_empty_cache(tmp_path):
-    model = build("llama")
-    MixedKVCache(model, "kitty-pro").save(tmp_path / "cache")
-    loaded = MixedKVCache.load(tmp_path / "cache", model)
-    assert loaded.get_seq_length() == 0
-    with torch.no_grad():
-        model(prompt(1, 40), past_key_values=loaded)
 
 
 def packed_alike(one, other):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from evals import matrix
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches.layer_state.base import ROLLBACK
 from hfkvq.caches.layers import KVLayer, PaddingReader
@@ -58,23 +57,6 @@ def test_beyond_the_ring(family, length, graphs, captured):  # noqa: F811
     assert all(layer.window == 16 and layer.store.runs[0].keys[0].shape[0] == 2 * 13 for layer in windows(cache))
     assert (PythonGraph.made > 0) is (graphs and cache.graphs is not None)
     assert len(cache.compressed_layers) == len(cache.layers)
-
-
-@pytest.mark.parametrize("mode", matrix.MODES)
-@pytest.mark.parametrize(
-    ("family", "length"),
-    [("gpt-oss", None), *(pytest.param(x, n, marks=pytest.mark.slow) for x in FAMILIES for n in (None, 300))],
-)
-def test_every_mode_of_generate_beyond_the_ring(family, length, mode, captured, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(matrix, "PROMPT", 150)
-    model, run = build(family), matrix.MODES[mode]
-    expected = run(model, lambda: DynamicCache(config=model.config))
-    found = run(model, lambda: MixedKVCache(model, FULL, max_cache_len=length))
-    if mode == "crop":
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-    else:
-        assert torch.equal(found, expected)
-    assert PythonGraph.made
 
 
 @pytest.mark.parametrize("length", [None, 400])
@@ -249,31 +231,11 @@ def test_which_pages_hold_a_window():
         kitty.layout(*dims).in_window(100)
 
 
-@pytest.mark.parametrize("length", [None, 300])
-@pytest.mark.parametrize("window", [2, 5, 33])
-def test_windows_shorter_than_a_page(window, length):
-    """By a preset as it is: the ring has as many pages as steps may take back, however short the window is."""
-    model, ids = build("gemma3", sliding_window=window), prompt(2, 200)
-    cache, parts = MixedKVCache(model, "full", max_cache_len=length), [100, *[1] * 60, 40]
-    expected = logits_of(model, DynamicCache(config=model.config), parts, ids)
-    torch.testing.assert_close(logits_of(model, cache, parts, ids), expected, rtol=1e-4, atol=1e-4)
-    assert [layer.window for layer in cache.layers] == [window, 0, window]
-
-
 def test_a_capacity_within_the_window_hides_nothing():
     """Then such a layer is like any other, with the scheme's first tokens."""
     cache = MixedKVCache(build("mistral-sliding"), small("kitty-pro"), max_cache_len=16)
     assert [layer.window for layer in cache.layers] == [0, 0]
     assert cache.layers[0].scheme.name == "kitty"
-
-
-def test_only_layers_that_hold_all_tokens_are_offloaded():
-    model, ids = build("gemma3"), prompt(1, 200)
-    cache = MixedKVCache(model, FULL, offloading=True)
-    assert [layer.offloaded for layer in cache.layers] == [False, True, False]
-    got = logits_of(model, cache, [150, 1, 1], ids)
-    expected = logits_of(model, DynamicCache(config=model.config), [150, 1, 1], ids)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

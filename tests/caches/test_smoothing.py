@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import copy
-import logging
-import threading
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 from transformers import (
-    ContinuousBatchingConfig,
     DynamicCache,
-    EncoderDecoderCache,
-    GenerationConfig,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
-from hfkvq import MixedKVCache, PrefixStore, get_scheme
-from hfkvq.caches.layer_state import smoothing
+from hfkvq import MixedKVCache
 from tests.caches.driver import make, small
 from tests.caches.models import build, prompt
 
@@ -208,15 +198,6 @@ def test_measured_once(monkeypatch):
     assert len(calls) == 3 * 2 + 1
 
 
-def test_beams(model):
-    ids, options = prompt(2, 40), {"num_beams": 3, "do_sample": False, "max_new_tokens": 8}
-    found = [
-        model.generate(ids, past_key_values=MixedKVCache(model, small("saw-int4"), max_cache_len=capacity), **options)
-        for capacity in (None, 60)
-    ]
-    assert torch.equal(*found)
-
-
 @pytest.mark.parametrize("name", SCHEMES)
 def test_files(name, model, tmp_path):
     ids, more = prompt(2, 60), prompt(2, 6, seed=3)
@@ -232,59 +213,6 @@ def test_files(name, model, tmp_path):
     loaded.save(tmp_path / "again")
     assert (tmp_path / "cache").read_bytes() == (tmp_path / "again").read_bytes()
     assert torch.equal(fed(model, loaded, more, 1, 1), fed(model, cache, more, 1, 1))
-
-
-def test_prefix_store(model, tmp_path):
-    """Prompts that begin alike share pages where vectors are the model's; else they come back whole."""
-    ids = prompt(1, 100)
-    store = PrefixStore(tmp_path, model, get_scheme("int4", page_size=16, sink_length=0))
-    cache, known = store.match(ids)
-    assert known == 0
-    fed(model, cache, ids[:, :90])
-    store.put(cache, ids[:, :90])
-    found, known = store.match(ids)
-    assert known == 90
-    assert torch.equal(vectors(found), vectors(cache))
-    assert torch.equal(fed(model, found, ids[:, 90:]), fed(model, cache, ids[:, 90:]))
-    other = ids.clone()
-    other[:, 70:] = 5
-    shared, known = store.match(other)
-    assert (known == 0) == by_prompt(cache)
-    fed(model, shared, other[:, known:])
-
-
-def test_serving(caplog):
-    """As `generate` answers; whether or not a cache was made before."""
-    serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
-    model = biased()
-    inputs = [prompt(1, length, seed=length)[0].tolist() for length in (1, 40, 150)]
-    options = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    config = ContinuousBatchingConfig(num_blocks=12, max_batch_tokens=256, max_requests_per_batch=8)
-    with caplog.at_level(logging.WARNING, logger="hfkvq"), serving.enable(model, "saw-int4"):
-        got = model.generate_batch(
-            inputs=inputs, generation_config=options, continuous_batching_config=config, progress_bar=False
-        )
-    assert "could not be measured" not in caplog.text
-    for ids, answer in zip(inputs, got.values(), strict=True):
-        cache = MixedKVCache(model, get_scheme("saw-int4").shared)
-        alone = model.generate(torch.tensor([ids]), generation_config=options, past_key_values=cache)
-        assert answer.generated_tokens == alone[0, len(ids) :].tolist()
-
-
-def test_serving_is_the_first_to_measure():
-    """Engines register the attention by which models are measured: no cache need have done it."""
-    serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
-    from transformers.modeling_utils import AttentionInterface
-
-    known = AttentionInterface._global_mapping
-    held = known.pop("hfkvq", None)
-    model = biased()
-    try:
-        serving.enable(model, "saw-int4").disable()
-        assert "hfkvq" in known
-    finally:
-        known.setdefault("hfkvq", held)
-    assert len(smoothing.measure(model, model.config)) == 2
 
 
 # Calls that measure.
@@ -316,85 +244,7 @@ def test_nothing_is_seen_of_the_call_that_measures(attention):
     fed(other, kept, ids[:, :1])
 
 
-def test_attached_configs_are_given_back():
-    model = biased()
-    cache = MixedKVCache(model, small("saw-int4"))
-    fed(model, cache, prompt(1, 30))
-    assert model.config._attn_implementation == "hfkvq"
-    cache.detach()
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_a_cache_that_is_made_while_another_thread_measures(monkeypatch):
-    """It switches the config for as long as it lives, and gives back what stood there before."""
-    model, made = biased(), []
-
-    class Meanwhile(smoothing._Watched):
-        def update(self, *args, **kwargs):
-            if not made:
-                thread = threading.Thread(target=lambda: made.append(MixedKVCache(model, small("kitty"))))
-                thread.start()
-                thread.join()
-            return super().update(*args, **kwargs)
-
-    monkeypatch.setattr(smoothing, "_Watched", Meanwhile)
-    own = MixedKVCache(model, small("saw-int4"), attach=False)
-    fed(model, own, prompt(1, 30))
-    assert not by_prompt(own)
-    assert model.config._attn_implementation == "hfkvq"
-    made.clear()
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_two_threads_at_once():
-    model, alone, ids, found = biased(), biased(), prompt(1, 40), {}
-    base = fed(alone, MixedKVCache(alone, small("saw-int4")), ids, 30, 1)
-    begin = threading.Barrier(3)
-
-    def run(name):
-        begin.wait()
-        cache = MixedKVCache(model, small("saw-int4"), attach=name != 1)
-        found[name] = fed(model, cache, ids, 30, 1), vectors(cache)
-
-    threads = [threading.Thread(target=run, args=(name,)) for name in range(3)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert len(found) == 3
-    for logits, own in found.values():
-        assert torch.equal(own, found[0][1])
-        torch.testing.assert_close(logits, base, rtol=1e-4, atol=1e-4)
-
-
 # Models that are not measured.
-
-
-def test_hooks_see_no_tokens_of_nobodys(monkeypatch):
-    ids, hook = prompt(2, 30), Hook()
-    for register in (
-        lambda model: model.model.layers[1].mlp.register_forward_hook(hook),
-        lambda model: register_module_forward_hook(lambda module, inputs, out: _noted(hook, module, out)),
-    ):
-        hook.shapes.clear()
-        model = biased()
-        handle = register(model)
-        try:
-            cache = MixedKVCache(model, small("saw-int4"))
-            fed(model, cache, ids, 20)
-        finally:
-            handle.remove()
-        assert by_prompt(cache)
-        assert set(hook.shapes) == {(2, 20), (2, 10)}
-        # Without it, the next cache measures.
-        after = MixedKVCache(model, small("saw-int4"))
-        fed(model, after, ids)
-        assert not by_prompt(after)
-
-
-def _noted(hook, module, out):
-    if isinstance(module, nn.Embedding):
-        hook(module, (), out)
 
 
 def test_training_mode_and_offloaded_weights():
@@ -406,29 +256,6 @@ def test_training_mode_and_offloaded_weights():
         found, base = fed(model, cache, ids, 60), fed(model, DynamicCache(), ids, 60)
         assert by_prompt(cache)
         assert (found - base).abs().mean() < 0.2 * base.std()
-
-
-def test_encoder_decoders():
-    config = T5Config(
-        vocab_size=128, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2, initializer_factor=3.0,
-        decoder_start_token_id=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model, seen = T5ForConditionalGeneration(config).eval(), Hook()
-    model.lm_head.register_forward_hook(seen)
-    ids, begun = prompt(2, 20), prompt(2, 40, seed=3)
-    both = EncoderDecoderCache(own := MixedKVCache(model, small("saw-int4")), DynamicCache())
-    stock = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    with torch.no_grad():
-        found, base = (
-            torch.cat(
-                [model(input_ids=ids, decoder_input_ids=x, past_key_values=c).logits for x in begun.split(30, 1)], 1
-            )
-            for c in (both, stock)
-        )
-    assert by_prompt(own)
-    assert {shape[0] for shape in seen.shapes} == {2}
-    assert (found - base).abs().mean() < 0.15 * base.std()
 
 
 # Attention that is not blind to a number added to all logits.
@@ -507,12 +334,6 @@ def test_bad_keys_in_a_first_prompt(bad, debug):
     error = (layer.dense("keys") - keys).abs()
     error[1, 0, 7] = 0
     assert error.max() < 1.5
-
-
-def test_keys_none_of_which_is_sound():
-    bad = torch.full((1, 2, 5, 32), float("nan"))
-    assert torch.equal(smoothing.of_keys(bad).vectors[1:], torch.ones(2, 2, 32))
-    assert torch.equal(smoothing.of_keys(torch.zeros(1, 2, 100, 32)).vectors[1:], torch.ones(2, 2, 32))
 
 
 @pytest.mark.parametrize("hooked", [False, True])

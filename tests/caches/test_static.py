@@ -14,7 +14,7 @@ from transformers import CompileConfig, DynamicCache
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme
 from tests.caches.driver import DIM, assert_same_bits, small, stored
 from tests.caches.models import build, prompt
-from tests.caches.test_generate import FULL, MODES, _generate
+from tests.caches.test_generate import FULL, _generate
 
 SCHEMES = {
     "full": FULL,
@@ -22,16 +22,12 @@ SCHEMES = {
     "kivi-2": small("kivi-2"),
     "saw-int4-kv": small("saw-int4-kv"),
     "kvarn": small("kvarn"),
-    "kvarn, deviations": small("kvarn", rounds=3, balance="deviation"),
     "mixkvq": small("mixkvq"),
     "mixkvq-r1-llama-8b": small("mixkvq-r1-llama-8b", tau_bf16=0.5, tau_int4=0.1),
     "triaxial": small("triaxial", page_size=32),
     "arkv": small("arkv", budget_tokens=40),
-    "arkv bytes": small("arkv", budget_bytes=6000),
     "snapkv+kitty": small("snapkv+kitty"),
     "pyramidkv+mixkvq": small("pyramidkv+mixkvq"),
-    "h2o-prompt+kvarn": small("h2o-prompt+kvarn"),
-    "tova": small("tova"),
     "tova+saw-int4": small("tova+saw-int4"),
     "streaming-llm+kivi-2": small("streaming-llm+kivi-2"),
 }
@@ -65,20 +61,10 @@ def run(model, forward, cache, steps, ids, mask):
     return torch.cat(found, 1)
 
 
-# Their steps are those of others and of `test_graphs`, which runs all of them without a compiler.
-TRACED_WITH_OTHERS = (
-    *("kvarn, deviations", "mixkvq-r1-llama-8b", "arkv bytes"),
-    *("pyramidkv+mixkvq", "h2o-prompt+kvarn", "tova", "streaming-llm+kivi-2"),
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each in TRACED_WITH_OTHERS)) for each in SCHEMES]
-)
-def test_one_graph_serves_every_length(name):
+# `test_graphs` runs all of `SCHEMES`, without a compiler.
+@pytest.mark.parametrize(("name", "layers"), [("kitty", 2), ("mixkvq", 1), ("arkv", 1)])
+def test_one_graph_serves_every_length(name, layers):
     """Across many page borders, and trims: the tokens and the bits of eager steps, and of a cache that grows."""
-    # What a graph has of two layers it has whatever the scheme: tracing them takes most of the time.
-    layers = 2 if name in ("full", "kitty", "arkv") else 1
     model, (ids, mask) = build("llama", num_hidden_layers=layers), padded(2, 30)
     caches = [MixedKVCache(model, SCHEMES[name], max_cache_len=length, graphs=False) for length in (120, 120, None)]
     assert [cache.is_compileable for cache in caches] == [True, True, False]
@@ -98,34 +84,14 @@ def test_one_graph_serves_every_length(name):
         assert_same_bits(stored(caches[0].layers[0], row), stored(caches[2].layers[0], row))
 
 
-@pytest.mark.parametrize("name", ["kitty", "arkv"])
-def test_functional_graphs_write_to_the_buffer(name):
+def test_functional_graphs_write_to_the_buffer():
     """Through AOTAutograd, which knows the step as a function: the buffer is written in place all the same."""
     model, (ids, mask) = build("llama", num_hidden_layers=1), padded(2, 30)
-    caches = [MixedKVCache(model, SCHEMES[name], max_cache_len=80) for _ in range(2)]
+    caches = [MixedKVCache(model, SCHEMES["arkv"], max_cache_len=80) for _ in range(2)]
     forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
     assert torch.equal(
         run(model, forward, caches[0], 25, ids, mask), run(model, model.forward, caches[1], 25, ids, mask)
     )
-
-
-@pytest.mark.parametrize("name", ["kitty", pytest.param("full", marks=pytest.mark.slow)])
-def test_inductor(name):
-    """The compiler that users get; it rounds in other places, so logits are near, not equal.
-
-    Nobody says at what position a token stands: the model asks the cache, whose answer every layer uses.
-    """
-    model, ids = build("llama"), prompt(1, 30)
-    caches = [MixedKVCache(model, SCHEMES[name], max_cache_len=80) for _ in range(2)]
-    forward = torch.compile(model.forward, fullgraph=True)
-    with torch.no_grad():
-        for cache in caches:
-            model(ids, past_key_values=cache)
-        for token in prompt(1, 20, seed=3)[0]:
-            a, b = (
-                f(token.view(1, 1), past_key_values=c).logits for f, c in zip((forward, model), caches, strict=True)
-            )
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def compiling(backend):
@@ -134,20 +100,11 @@ def compiling(backend):
     return config
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_generate_eager(mode):
-    """Every mode of `generate`, as with a cache that grows."""
-    model = build("llama")
-    expected = MODES[mode](model, lambda: DynamicCache(config=model.config))
-    assert torch.equal(MODES[mode](model, lambda: MixedKVCache(model, FULL, max_cache_len=200)), expected)
-
-
-@pytest.mark.parametrize("name", ["kitty", "arkv"])
-def test_generate_compiles_by_itself(name):
+def test_generate_compiles_by_itself():
     """Padding, then the same buffers again: a second request and one that goes on, all through one graph."""
-    model, (_, mask) = build("llama", num_hidden_layers=2 if name == "kitty" else 1), padded(2, 30)
-    cache = MixedKVCache(model, SCHEMES[name], max_cache_len=160, graphs=False)
-    grown, graphs = MixedKVCache(model, SCHEMES[name]), []
+    model, (_, mask) = build("llama", num_hidden_layers=1), padded(2, 30)
+    cache = MixedKVCache(model, SCHEMES["kitty"], max_cache_len=160, graphs=False)
+    grown, graphs = MixedKVCache(model, SCHEMES["kitty"]), []
 
     def counter(module, inputs):
         # A function, which generate's copy of the options does not copy.
@@ -190,72 +147,26 @@ def test_another_cache_of_the_same_shape_takes_the_same_graph():
         assert counter.frame_count == graphs
 
 
-# Of a scheme that evicts, chunks are compiled in `test_compiled_chunks_as_short_as_a_step`, too.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["kitty", "arkv"])
-def test_chunked_prompts_under_compilation(name):
-    """generate compiles the chunks too: an operation of its own takes them, and allocates at the first."""
-    model, ids = build("llama", num_hidden_layers=1), prompt(2, 41)
-    got, expected = (
-        _generate(
-            model,
-            MixedKVCache(model, SCHEMES[name], max_cache_len=m, graphs=False),
-            ids,
-            max_new_tokens=4,
-            prefill_chunk_size=20,
-            **kwargs,
-        )
-        for m, kwargs in ((80, {"compile_config": CompileConfigs.loose()}), (None, {}))
-    )
-    assert torch.equal(got, expected)
-
-
-class CompileConfigs:
-    """What generate is given."""
-
-    @staticmethod
-    def loose():
-        config = CompileConfig(backend="eager", mode=None, fullgraph=False)
-        config._compile_all_devices = True
-        return config
-
-
-@pytest.mark.parametrize("mode", ["assisted", "lookup", "chunked", "turns"])
-def test_generate_with_sliding_layers(mode):
-    model = build("gemma3")
-    expected = MODES[mode](model, lambda: DynamicCache(config=model.config))
-    assert torch.equal(MODES[mode](model, lambda: MixedKVCache(model, FULL, max_cache_len=200)), expected)
-
-
-def test_sliding_layers_are_static_too():
-    model, ids = build("gemma3"), prompt(2, 30)
-    cache = MixedKVCache(model, FULL, max_cache_len=90, graphs=False)
-    expected = _generate(model, DynamicCache(config=model.config), ids, max_new_tokens=40)
-    got = _generate(model, cache, ids, max_new_tokens=40, compile_config=compiling("eager"))
-    assert torch.equal(got, expected)
-
-
 def test_several_tokens_a_step():
     """What speculative decoding verifies: up to sixteen, causal among themselves."""
     model, ids = build("llama", num_hidden_layers=1), prompt(2, 60)
-    for name in ("kitty", "saw-int4-kv"):
-        caches = [MixedKVCache(model, SCHEMES[name], max_cache_len=80) for _ in range(2)]
-        forward = torch.compile(model.forward, backend="eager", fullgraph=True)
-        with torch.no_grad():
-            for cache in caches:
-                model(ids[:, :20], past_key_values=cache)
-            for at in range(20, 60, 8):
-                new = ids[:, at : at + 8]
-                a, b = (f(new, past_key_values=c).logits for f, c in zip((forward, model), caches, strict=True))
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-        assert int(caches[0].get_seq_length()) == caches[1].get_seq_length() == 60
+    caches = [MixedKVCache(model, SCHEMES["saw-int4-kv"], max_cache_len=80) for _ in range(2)]
+    forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for cache in caches:
+            model(ids[:, :20], past_key_values=cache)
+        for at in range(20, 60, 8):
+            new = ids[:, at : at + 8]
+            a, b = (f(new, past_key_values=c).logits for f, c in zip((forward, model), caches, strict=True))
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert int(caches[0].get_seq_length()) == caches[1].get_seq_length() == 60
 
 
 # Room.
 
 
 def test_generate_beyond_the_capacity_when_compiled():
-    model = build("llama")
+    model = build("llama", num_hidden_layers=1)
     cache = MixedKVCache(model, SCHEMES["kitty"], max_cache_len=45, graphs=False)
     with pytest.raises(ValueError, match=r"max_cache_len: 45 tokens and 1 new ones exceed the capacity of 45; make"):
         _generate(model, cache, prompt(1, 40), max_new_tokens=20, compile_config=compiling("eager"))
@@ -264,7 +175,7 @@ def test_generate_beyond_the_capacity_when_compiled():
 
 def test_steps_nobody_watches_lose_nothing_that_was_cached():
     """A compiled forward without generate: tokens beyond the capacity are not stored, and that is said later."""
-    model, ids = build("llama"), prompt(1, 40)
+    model, ids = build("llama", num_hidden_layers=1), prompt(1, 40)
     cache, other = (MixedKVCache(model, SCHEMES["kitty"], max_cache_len=n) for n in (45, 100))
     forward = torch.compile(model.forward, backend="eager", fullgraph=True)
     with torch.no_grad():
@@ -321,27 +232,22 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "operations"), [("kitty", OPERATIONS), ("mixkvq", ["reorder"]), ("arkv", ["crop", "repeat"])]
-)
-def test_operations_after_compiled_steps(name, operations, stale):
+@pytest.mark.parametrize("name", ["kitty", "arkv"])
+def test_operations_after_compiled_steps(name, stale):
     case = stale(name)
     own = case.cache, case.grown
     # What is compiled serves them all.
-    for operation in operations:
+    for operation in OPERATIONS if name == "kitty" else ("crop", "repeat"):
         case.cache, case.grown = copy.deepcopy(own[0]), copy.deepcopy(own[1])
         for cache in (case.cache, case.grown):
             OPERATIONS[operation](cache)
         go_on(case, {"repeat": 4, "select": 1}.get(operation, 2))
 
 
-@pytest.mark.parametrize(
-    ("name", "duplicate"), [("mixkvq", copy.deepcopy), ("arkv", lambda cache: pickle.loads(pickle.dumps(cache)))]
-)
-def test_copies_have_buffers_of_their_own(name, duplicate, stale):
+def test_copies_have_buffers_of_their_own(stale):
     # Two layers share a clock, which is copied once.
-    case = stale(name, layers=2 if name == "arkv" else 1)
-    twin, grown = duplicate(case.cache), copy.deepcopy(case.grown)
+    case = stale("arkv", layers=2)
+    twin, grown = pickle.loads(pickle.dumps(case.cache)), copy.deepcopy(case.grown)
     assert {layer.buffer.tensor.data_ptr() for layer in twin.layers}.isdisjoint(
         x.buffer.tensor.data_ptr() for x in case.cache.layers
     )
@@ -357,19 +263,6 @@ def test_what_a_cache_shows_is_up_to_date(stale):
     assert torch.equal(case.cache.layers[0].keys, case.grown.layers[0].keys)
     assert case.cache.memory().seen == 55
     assert "seen=55" in repr(case.cache)
-
-
-def test_the_buffer_is_counted_once():
-    """Bytes: all of the buffer but a little room for the step itself."""
-    model, ids = build("llama"), prompt(2, 40)
-    for name in ("kitty", "saw-int4-kv", "triaxial"):
-        cache = MixedKVCache(model, SCHEMES[name], max_cache_len=100)
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-        layers = cache.compressed_layers
-        held = sum(layer.buffer.tensor.nbytes + layer.store.dropped.nbytes for layer in layers)
-        held += sum(x.nbytes for layer in layers for x in layer.tensors())
-        assert cache.memory().compressed.total == held
 
 
 def test_assisted_decoding_is_not_compiled():
@@ -445,13 +338,8 @@ def test_distinct_tokens_are_compared():
     assert all(len(set(row.tolist())) > 8 for row in found)
 
 
-# Attention of qwen3-moe, phi3 and glm4 is Llama's.
-@pytest.mark.parametrize(
-    "family",
-    ["gemma2", "gpt-oss", "qwen3-next"]
-    + [pytest.param(x, marks=pytest.mark.slow) for x in ("qwen3-moe", "phi3", "glm4")],
-)
-def test_every_family_compiles(family):
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "qwen3-next"])
+def test_families_compile(family):
     """Whatever is not refused must be traced whole, or `generate` would fail on a GPU."""
     model, ids = build(family), prompt(2, 30)
     cache, other = MixedKVCache(model, FULL, max_cache_len=100, graphs=False), DynamicCache(config=model.config)
@@ -466,11 +354,10 @@ def test_every_family_compiles(family):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "reason"), [("deepseek-v3", "latent")])
-def test_families_that_are_not_compiled(family, reason):
-    model, ids = build(family), prompt(2, 30)
+def test_latents_are_not_compiled():
+    model, ids = build("deepseek-v3"), prompt(2, 30)
     cache = MixedKVCache(model, FULL, max_cache_len=100, graphs=False)
-    assert not cache.is_compileable, reason
+    assert not cache.is_compileable
     expected = _generate(model, DynamicCache(config=model.config), ids)
     assert torch.equal(_generate(model, cache, ids), expected)
 
@@ -498,8 +385,7 @@ def test_padding_within_rows_needs_masks():
     assert cache.is_compileable
 
 
-@pytest.mark.parametrize("name", ["arkv", "kitty"])
-def test_generate_with_padding_within_rows(name):
+def test_generate_with_padding_within_rows():
     """`generate` decides on compilation before the prompt tells of padding, and makes no masks then."""
     model, ids = build("llama", num_hidden_layers=1), prompt(2, 40)
     mask = torch.ones_like(ids)
@@ -508,7 +394,7 @@ def test_generate_with_padding_within_rows(name):
         model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=MixedKVCache(model, SCHEMES[name], max_cache_len=160, graphs=False),
+            past_key_values=MixedKVCache(model, SCHEMES["arkv"], max_cache_len=160, graphs=False),
             max_new_tokens=60,
             do_sample=False,
             **how,
@@ -518,41 +404,24 @@ def test_generate_with_padding_within_rows(name):
     assert torch.equal(*tokens)
 
 
-def test_padded_rows_token_by_token():
-    """Rows whose padding has not ended yet look at the mask."""
-    model, (ids, mask) = build("llama"), padded(2, 14)
-    cache, other = MixedKVCache(model, FULL, max_cache_len=80), DynamicCache(config=model.config)
-    with torch.no_grad():
-        for i in range(14):
-            seen = mask[:, : i + 1]
-            place = (seen.cumsum(1) - 1).clamp(min=0)[:, -1:]
-            a, b = (
-                model(ids[:, i : i + 1], attention_mask=seen, position_ids=place, past_key_values=c).logits
-                for c in (cache, other)
-            )
-            real = mask[:, i].bool()
-            torch.testing.assert_close(a[real], b[real], rtol=1e-4, atol=1e-4)
-
-
-# Of `FULL` chunks are taken without a compiler in `test_generate_eager`.
-@pytest.mark.parametrize(
-    ("name", "batches"), [("arkv", (2,)), *(pytest.param(x, (2, 3), marks=pytest.mark.slow) for x in ("full", "arkv"))]
-)
-def test_compiled_chunks_as_short_as_a_step(name, batches):
-    """Padding in them is padding, and ARKV sees the prompt; then another batch size after a reset."""
-    model = build("llama", num_hidden_layers=1)
-    cache = MixedKVCache(model, SCHEMES[name], max_cache_len=200, graphs=False)
-    for rows in batches:
-        ids, mask = padded(rows, 60)
-        got, expected = (
-            _generate(model, c, ids, attention_mask=mask, max_new_tokens=6, prefill_chunk_size=12, **kwargs)
-            for c, kwargs in (
-                (cache, {"compile_config": CompileConfigs.loose()}),
-                (MixedKVCache(model, SCHEMES[name]), {}),
-            )
+def test_compiled_chunks_as_short_as_a_step():
+    """Padding in them is padding, and ARKV sees the prompt."""
+    model, (ids, mask) = build("llama", num_hidden_layers=1), padded(2, 60)
+    loose = CompileConfig(backend="eager", mode=None, fullgraph=False)
+    loose._compile_all_devices = True
+    got, expected = (
+        _generate(
+            model,
+            MixedKVCache(model, SCHEMES["arkv"], max_cache_len=length, graphs=False),
+            ids,
+            attention_mask=mask,
+            max_new_tokens=6,
+            prefill_chunk_size=12,
+            **kwargs,
         )
-        assert torch.equal(got, expected)
-        cache.reset()
+        for length, kwargs in ((200, {"compile_config": loose}), (None, {}))
+    )
+    assert torch.equal(got, expected)
 
 
 def test_offloaded_and_unfinished_layers_keep_their_tokens():
@@ -577,10 +446,9 @@ def test_offloaded_and_unfinished_layers_keep_their_tokens():
         assert int(cache.get_seq_length()) == 21
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_detached_caches_are_not_compiled(attention):
+def test_detached_caches_are_not_compiled():
     model, ids = copy.deepcopy(build("llama")), prompt(2, 30)
-    model.set_attn_implementation(attention)
+    model.set_attn_implementation("sdpa")
     expected = _generate(model, DynamicCache(config=model.config), ids)
     cache = MixedKVCache(model, FULL, max_cache_len=80)
     cache.detach()
@@ -596,27 +464,6 @@ def test_a_full_cache_says_so_before_the_step():
     with pytest.raises(ValueError, match="max_cache_len: 40 tokens and 1 new ones exceed the capacity of 40"):
         cache.between_steps()
     assert cache.get_seq_length() == 40
-
-
-def test_a_step_that_fails_counts_its_tokens_once(monkeypatch):
-    from hfkvq.kernels.step import ops as step
-
-    model = build("llama")
-    cache = MixedKVCache(model, FULL, max_cache_len=80)
-    attend = step.store_attention
-    with torch.no_grad():
-        model(prompt(1, 30), past_key_values=cache)
-
-        def fail(*args, **kwargs):
-            monkeypatch.setattr(step, "store_attention", attend)
-            raise RuntimeError("no memory")
-
-        monkeypatch.setattr(step, "store_attention", fail)
-        with pytest.raises(RuntimeError, match="no memory"):
-            model(prompt(1, 1), past_key_values=cache)
-        layer = cache.layers[0]
-        cache.memory()
-        assert layer.seen == int(layer.store.row_lengths[0]) == 31
 
 
 def test_a_budget_forgets_after_a_reset():

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from evals.generate import SpreadTags
-from hfkvq import MixedKVCache, get_scheme
+from hfkvq import get_scheme
 from hfkvq.caches.attention.interface import hfkvq_attention, hfkvq_mask
-from hfkvq.caches.layer_state.tags import TokenRecord
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.steps.device_steps import DeviceSteps
 from hfkvq.caches.steps.step_buffer import StepBuffer
-from hfkvq.caches.store import kvstore
-from hfkvq.caches.store.routing import HostCounters
 from hfkvq.kernels import use_interpreter
 from hfkvq.kernels.decode import LENGTH, run_count
-from hfkvq.kernels.pages import PageFormat
 from hfkvq.kernels.step import ops
 from tests.caches.driver import cases, counted, small
-from tests.caches.models import build
 
 MODULE = SimpleNamespace(is_causal=True, num_key_value_groups=4)
 HEADS, SHARE = 2, 4
@@ -96,16 +89,15 @@ def taken(monkeypatch):
 def test_layers_hold_the_same(name, taken):
     scheme, generator = cases()[name], torch.Generator().manual_seed(0)
     one, other = layer_of(scheme), layer_of(scheme, buffered=False)
-    for tokens in (37, *[1] * 20, 5, *[1] * 9):
+    for tokens in (37, *[1] * 9, 5, *[1] * 3):
         given = states(2, tokens, 32, torch.float32, "cpu", generator)
         # A buffer has other room, so sums are rounded in other places.
         torch.testing.assert_close(step(one, given), step(other, given))
-    assert taken["steps"] == (0 if one.steps is None else 30 if one.steps.most_tokens() >= 5 else 29)
+    assert taken["steps"] == (0 if one.steps is None else 13 if one.steps.most_tokens() >= 5 else 12)
     assert_same(one, other)
 
 
-@pytest.mark.parametrize("pads", [None, [0, 9]])
-@pytest.mark.parametrize("low_bits", [8, 4])
+@pytest.mark.parametrize(("low_bits", "pads"), [(8, None), (4, [0, 9])])
 def test_evicting_layers_trim_between_such_steps(low_bits, pads, taken):
     """Of ARKV: every step in which no trim may be due, and after trims, tokens that each head has to itself."""
     scheme, generator = small("arkv", budget_tokens=40, low_bits=low_bits), torch.Generator().manual_seed(0)
@@ -127,57 +119,18 @@ def test_evicting_layers_trim_between_such_steps(low_bits, pads, taken):
 
 
 @pytest.mark.parametrize("name", ["triaxial", "arkv"])
-def test_generated_tokens_are_sealed_without_a_question(name, monkeypatch):
-    """They go to the widest run, which has room: the host knows. What a prompt left in the tail is looked at."""
-    knobs = {"budget_tokens": 64} if name.startswith("arkv") else {"page_size": 8, "seal_unit": 32}
-    scheme, generator = small(name, **knobs), torch.Generator().manual_seed(0)
-    one, other, asked = layer_of(scheme), layer_of(scheme, buffered=False), []
-
-    def by_width(*given):
-        asked.append(layer)
-        return real(*given)
-
-    real = kvstore.KVStore._seal_by_width
-    monkeypatch.setattr(kvstore.KVStore, "_seal_by_width", by_width)
-    if name == "triaxial":
-        one.tags.record, other.tags.record = TokenRecord(SpreadTags()), TokenRecord(SpreadTags())
-    ids = torch.randint(100, (2, 300), generator=generator)
-    for tokens in (60, *[1] * 100, 50, *[1] * 60):
-        given, seen = states(2, tokens, 32, torch.float32, "cpu", generator), one.seen
-        for layer in (one, other):
-            own = ids[:, seen : seen + tokens]
-            if layer.tags is not None and tokens > 1:
-                layer.tags.record.tag_prompt(own, None, seen)
-            elif layer.tags is not None:
-                layer.tags.record.note_step(own, seen)
-        outs = []
-        for layer in (one, other):
-            outs.append(step(layer, given))
-        # With other room, sums are rounded in other places.
-        torch.testing.assert_close(*outs)
-        other.store.seals_widely = False
-    assert_same(one, other)
-    # The second prompt. Of TriAxialKV both, and what their last tokens are sealed with: one page, and two.
-    assert asked.count(one) == (5 if name == "triaxial" else 1)
-    assert asked.count(other) > 6
-    narrow, wide = (int(run_count(one.store.counters, run, "keys").max()) for run in (0, 1))
-    assert one.store.state.wide_most >= wide > 0
-    assert narrow > 0 or name == "arkv"
-
-
-@pytest.mark.parametrize("name", ["triaxial", "arkv"])
 def test_rows_that_seal_at_other_times_make_no_more_room(name):
     """Eight rows, of which nearly each is at another place within a unit."""
     scheme, generator = get_scheme(name), torch.Generator().manual_seed(0)
     layer, pads = layer_of(scheme), [0, 3, 7, 11, 14, 19, 23, 30]
     padded_prompt(layer, states(8, 40, 32, torch.float32, "cpu", generator), pads)
-    for columns in range(41, 400):
+    for columns in range(41, 240):
         step(layer, states(8, 1, 32, torch.float32, "cpu", generator), padded(pads, columns, "cpu"))
     wide, page = (
         int(run_count(counted(layer).counters, 1, "keys").max()),
         scheme.layout(32, 32).keys.formats[1].page_size,
     )
-    assert wide > 300
+    assert wide > 150
     room = layer.store.runs[1].table.shape[1] * page
     assert wide <= room <= 1.25 * (wide + 64) + 2 * page
 
@@ -200,35 +153,7 @@ def test_crops_of_what_is_no_whole_unit(monkeypatch):
         assert sealed[1] <= layer.store.state.wide_most
 
 
-@pytest.mark.parametrize("name", ["saw-int4", "triaxial", "arkv", "kivi-2"])
-def test_pages_that_find_no_memory_are_not_counted_on(name, monkeypatch):
-    """Those of keys were there, those of values were not: the next try makes both."""
-    layer, other, failed = layer_of(get_scheme(name), False), layer_of(get_scheme(name), False), 0
-    generator, allocate = torch.Generator(), PageFormat.allocate
-
-    def fails(self, side, *rest):
-        if side == "values":
-            raise torch.OutOfMemoryError("none left")
-        return allocate(self, side, *rest)
-
-    for each in (layer, other):
-        step(each, states(1, 250, 64, torch.float32, "cpu", generator.manual_seed(0)))
-    for at in range(1, 140):
-        given = states(1, 1, 64, torch.float32, "cpu", generator.manual_seed(at))
-        expected = step(other, given)
-        with monkeypatch.context() as patch:
-            patch.setattr(PageFormat, "allocate", fails)
-            try:
-                assert torch.equal(step(layer, given), expected)
-                continue
-            except torch.OutOfMemoryError:
-                failed += 1
-        layer.settle()
-    assert failed > 0
-    assert_same(layer, other)
-
-
-@pytest.mark.parametrize("name", ["saw-int4", "kivi-2", "mixkvq", "arkv"])
+@pytest.mark.parametrize("name", ["kivi-2", "arkv"])
 def test_steps_without_memory_for_a_buffer_go_one_by_one(name, taken, monkeypatch):
     """Also where it is a larger one that there is no memory for; a later step makes it."""
     layer, other = layer_of(get_scheme(name)), layer_of(get_scheme(name), buffered=False)
@@ -261,16 +186,7 @@ def test_a_scheme_that_looks_at_tokens_is_asked(monkeypatch):
     assert int(run_count(layer.store.counters, 0, "keys").min()) > 40
 
 
-def test_steps_whose_scores_accumulate_go_one_by_one(taken):
-    layer = layer_of(small("arkv", beta=0.5))
-    generator = torch.Generator().manual_seed(0)
-    for tokens in (37, 1, 1):
-        step(layer, states(2, tokens, 32, torch.float32, "cpu", generator))
-    assert not taken["steps"]
-    assert layer.eviction.scores is not None
-
-
-@pytest.mark.parametrize("name", ["saw-int4", "kitty", "mixkvq", "full", "triaxial", "kivi-2", "arkv"])
+@pytest.mark.parametrize("name", ["saw-int4", "mixkvq", "triaxial", "arkv"])
 def test_masks_of_steps_are_no_hindrance(name, taken):
     """``generate`` hands steps a padding mask, which shows nothing of rows that begin with padding."""
     scheme, generator = cases()[name], torch.Generator().manual_seed(0)
@@ -285,27 +201,6 @@ def test_masks_of_steps_are_no_hindrance(name, taken):
         torch.testing.assert_close(got, step(bare, given))
     assert taken["masked"] == (0 if one.steps is None else 32)
     assert_same(one, other)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="models of tests are in f32, which kernels of steps are not for")
-@pytest.mark.parametrize("name", ["kitty", "saw-int4", "mixkvq", "arkv"])
-def test_generate_goes_over_the_buffer(name, taken, monkeypatch):
-    """Of two rows, one of them padded: what its steps are given keeps none of them from it."""
-    model = build("llama")
-    ids = torch.arange(60).view(2, 30)
-    padding = torch.ones_like(ids)
-    padding[1, :7] = 0
-
-    def tokens():
-        cache = MixedKVCache(model.config, small(name), graphs=False)
-        kwargs = {"attention_mask": padding, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-        return model.generate(ids, past_key_values=cache, **kwargs)
-
-    got, layers = tokens(), model.config.num_hidden_layers
-    assert taken["masked"] == 23 * layers
-    monkeypatch.setattr(DeviceSteps, "takes", lambda *_: False)
-    assert torch.equal(got, tokens())
-    assert taken["masked"] == 23 * layers
 
 
 def test_a_mask_that_hides_is_heeded(taken):
@@ -347,47 +242,6 @@ def test_what_goes_over_the_buffer(what, taken):
     torch.testing.assert_close(*outs)
     assert taken["steps"] == (what not in ("empty", "masked"))
     assert_same(layer, other)
-
-
-def test_stores_are_given_tensors_in_one_place():
-    """Nothing else is noticed by what depends on them."""
-    layer, generator = layer_of(get_scheme("triaxial")), torch.Generator().manual_seed(0)
-    step(layer, states(2, 200, 64, torch.float32, "cpu", generator))
-    store = layer.store
-    run, window = store.runs[0], store.windows[0]
-    for name in ("table", "pos", "keys", "values"):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(run, name, getattr(run, name))
-    for parts, new in ((run.keys, window), (run.values, window), (store.runs, run), (store.windows, window)):
-        with pytest.raises(TypeError):
-            parts[0] = new
-    for name in ("counters", "windows", "runs"):
-        with pytest.raises(AttributeError):
-            setattr(store, name, getattr(store, name))
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(store.state, name, getattr(store, name))
-
-
-def test_what_the_host_knows_goes_with_what_it_is_of():
-    """Tokens that change runs end the copy of the counters, and bound the last run anew; a step does neither."""
-    layer, generator = layer_of(get_scheme("triaxial")), torch.Generator().manual_seed(0)
-    step(layer, states(2, 200, 64, torch.float32, "cpu", generator))
-    store = layer.store
-    tally = HostCounters.empty(store.counters, store.states)
-    store.state = store.state.replace(host_counters=tally)
-    before = store.state
-    store.state = store.state.replace(states=store.forecast(3).appended)
-    assert store.state.host_counters is tally
-    assert store.longest == before.longest + 3
-    assert store.state.wide_most == before.wide_most + 3
-    store.state = store.state.replace(widest=7)
-    assert store.state.host_counters is None
-    assert store.state.wide_most == 7 + max(store.forecast().tail_slots)
-    store.state = store.state.replace(widest=5, host_counters=tally)
-    assert store.state.host_counters is tally
-    # The value from before is as it was.
-    assert before.host_counters is tally
-    assert before.longest == store.longest - 3
 
 
 def fails_at(monkeypatch, which, of, name):
@@ -442,7 +296,7 @@ def test_a_failed_step_can_be_taken_again(name, which, of, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process: see the next test")
-@pytest.mark.parametrize(("name", "prompt"), [("saw-int4", 20), ("full", 130), ("mixkvq", 20), ("kivi-2", 170)])
+@pytest.mark.parametrize(("name", "prompt"), [("saw-int4", 20), ("mixkvq", 20)])
 def test_kernels_of_steps_are_those_of_the_operations(name, prompt, taken):
     """Under the interpreter, with what layers ask of a step: to seal, to observe, or to seal one side."""
     pytest.importorskip("triton")

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import functools
 import json
-import time
 from bisect import bisect_left
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from hfkvq.caches.tags import Tagger, find_format
 from tests.caches.chat_samples import SAMPLES
 from tests.caches.chats import (
     MERGES,
-    TOKENS,
-    bfcl_conversations,
-    bfcl_tools,
     byte_tokenizer,
-    encode,
     expected,
     names,
     swe_conversations,
@@ -104,57 +94,6 @@ def check_conversation(tokenizer, messages, **arguments):
     return checked, made["input_ids"], tagger
 
 
-@functools.cache
-def _qwen_ranks(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges of Qwen's tokenizer, from its ranks."""
-    lines = (folder / "tokenizers" / "qwen.tiktoken").read_bytes().splitlines()
-    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
-    letters = _letters()
-
-    def spelled(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
-    merges = []
-    for token, rank in sorted(ranks.items(), key=lambda entry: entry[1]):
-        # The last merge that made the token is that of the two parts which all lower ranks leave of it.
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            _, i = min((ranks.get(a + b, rank), i) for i, (a, b) in enumerate(pairwise(parts)))
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        if len(parts) == 2:
-            merges.append((spelled(parts[0]), spelled(parts[1])))
-    return {spelled(token): rank for token, rank in ranks.items()}, merges
-
-
-def _qwen(folder: Path, template: str) -> PreTrainedTokenizerFast:
-    """The real tokenizer of Qwen2.5 or Qwen3."""
-    core = Tokenizer(models.BPE(*_qwen_ranks(folder)))
-    core.normalizer = normalizers.NFC()
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    core.decoder = decoders.ByteLevel()
-    core.add_tokens([AddedToken(token, special=True, normalized=False) for token in TOKENS[_FAMILIES[template]]])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<|endoftext|>",
-        eos_token="<|im_end|>",
-        chat_template=_template(folder, template),
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def _letters() -> dict[int, str]:
-    """Byte-level letters by byte."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {**{byte: chr(byte) for byte in plain}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
-
-
 def _template(folder: Path, name: str) -> str:
     return (folder / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
@@ -189,40 +128,3 @@ def test_agents_conversations_under_real_templates(template, shared_data):
         first = tagger.extend(None, ids[:half])
         assert torch.equal(tagger.extend(first.state, ids[half:]).append_to(first.tags), tagger.tag(ids))
     assert checked > 100
-
-
-@pytest.mark.parametrize("template", _FAMILIES)
-def test_talk_under_real_templates(template, shared_data):
-    tokenizer = byte_tokenizer(_FAMILIES[template], _template(shared_data, template), MERGES)
-    conversations = bfcl_conversations(shared_data)
-    assert len(conversations) > 20
-    assert sum(check_conversation(tokenizer, messages)[0] for messages in conversations[::4]) > 100
-
-
-@pytest.mark.parametrize("template", ["qwen2_5", "qwen3"])
-def test_the_real_tokenizer_of_qwen(template, shared_data):
-    tokenizer = _qwen(shared_data, template)
-    assert encode(tokenizer, "<|im_start|>user\nHi")[1:] == [872, 198, 13048]
-    tools = bfcl_tools(shared_data)
-    for messages in tau_conversations(shared_data, 12):
-        checked, _, _ = check_conversation(tokenizer, messages, tools=tools, add_generation_prompt=True)
-        assert checked >= 3
-    for sample in SAMPLES:
-        if sample.template == template:
-            ids, tags = expected(sample, tokenizer)
-            assert names(Tagger.from_tokenizer(tokenizer).tag(ids)[0]) == tags
-
-
-def test_a_long_prompt_is_tagged_in_no_time(shared_data):
-    tokenizer = byte_tokenizer("qwen3", _template(shared_data, "qwen3"))
-    tagger, ids = Tagger.from_tokenizer(tokenizer), []
-    for messages in tau_conversations(shared_data, 8):
-        ids += encode(tokenizer, tokenizer.apply_chat_template(messages, tokenize=False))
-    ids = torch.tensor(ids[:32768])
-    assert len(ids) == 32768
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        tagger.tag(ids)
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 0.05

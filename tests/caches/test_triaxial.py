@@ -138,17 +138,6 @@ def test_int2_tokens_fill_pages_in_order_and_the_rest_gets_int4(model):
     assert all(layer.store.counters[2].tolist() == [32] for layer in cache.layers)
 
 
-@pytest.mark.parametrize(("others", "least"), [(0, 600), (40, 440)])
-def test_turns_of_ordinary_length_reach_two_bits(others, least):
-    """Ten turns with 63 tokens of 2 bits each: most are held in 2 bits, and the cache is smaller than INT4 alone."""
-    model = build("llama", head_dim=128, max_position_embeddings=2048).bfloat16()
-    cache = TriAxialCache(model, tagger=EvenIsObs(), table=TABLE, sink_length=0)
-    for _ in range(10):
-        forward(model, cache, torch.tensor([[3] * others + [2] * 63]))
-    assert len(positions(cache)[0]) >= least
-    assert cache.memory().total_bits < (4 if others == 0 else 4.5)
-
-
 def test_a_fixed_capacity_is_split_as_the_prompt_is():
     """Room for 2 bits is what prompts need, for 4 bits what is left: steps go on to the capacity, prompts to both."""
     model = build("llama", head_dim=128, max_position_embeddings=2048).bfloat16()
@@ -217,23 +206,6 @@ def test_steps_seal_a_unit_at_a_time(model, monkeypatch):
         forward(model, cache, ids[:, seen : seen + 1])
 
 
-def test_a_padded_row_is_the_row_alone(model):
-    """Tags follow the row's own tokens, wherever padding put them."""
-    ids = prompt(3, 90)
-    mask = torch.ones_like(ids)
-    pads = [0, 7, 29]
-    for row, pad in enumerate(pads):
-        mask[row, :pad] = 0
-    together = make(model)
-    out = generate(model, together, ids, 20, attention_mask=mask)
-    for row, pad in enumerate(pads):
-        alone = make(model)
-        own = generate(model, alone, ids[row : row + 1, pad:], 20)
-        assert out[row, 90:].tolist() == own[0, 90 - pad :].tolist()
-        assert positions(together, row) == positions(alone)
-        assert positions(alone)[0]
-
-
 # A conversation.
 
 
@@ -276,13 +248,6 @@ def test_a_config_and_see_are_the_model_and_its_hook(model):
         assert positions(shown, row)[0]
 
 
-def test_see_is_for_beams_too(model):
-    cache = make(model.config)
-    cache.see(prompt(2, 40))
-    generate(model, cache, prompt(2, 40), 6, num_beams=3)
-    assert cache.layers[0].batch_size == 6
-
-
 def test_beams_carry_their_own_ids(model):
     """What is recorded of each row are the tokens of its beam."""
     cache, ids = make(model), prompt(2, 40)
@@ -297,27 +262,6 @@ def test_beams_carry_their_own_ids(model):
     assert cache.tokens.tags.shape[0] == 6
 
 
-def test_assisted_decoding_takes_back_what_was_guessed(model):
-    cache, ids = make(model), prompt(1, 50)
-    out = generate(model, cache, ids, 30, prompt_lookup_num_tokens=4)
-    assert cache.tokens.length == cache.get_seq_length()
-    assert cache.tokens.ids[0, : cache.tokens.length].tolist() == out[0, : cache.tokens.length].tolist()
-    assert all(p < 50 for p in positions(cache)[0])
-
-
-def test_crop_of_generated_tokens(model):
-    """Sealed tokens of 4 bits can be taken back; what is left is what was there."""
-    cache, ids = make(model), torch.full((1, 32), 2)
-    generate(model, cache, ids, 41)
-    before = cache.layers[0].dense("keys")
-    cache.crop(-29)
-    assert cache.get_seq_length() == cache.tokens.length == 43
-    assert torch.equal(cache.layers[0].dense("keys"), before[:, :, :43])
-    assert positions(cache) == [list(range(32)), list(range(32, 43))]
-    forward(model, cache, torch.full((1, 30), 3))
-    assert positions(cache)[1] == list(range(32, 72))
-
-
 def test_crop_that_would_tear_a_page_changes_nothing(model):
     cache = make(model)
     forward(model, cache, torch.full((1, 32), 2))
@@ -329,53 +273,6 @@ def test_crop_that_would_tear_a_page_changes_nothing(model):
     # Whole pages go.
     cache.crop(-16)
     assert positions(cache) == [list(range(16)), []]
-
-
-def test_copy_goes_on_by_itself(model):
-    """Prefix reuse: the model shows its ids to the copy as well, and each to its own."""
-    cache, ids = make(model), prompt(1, 100)
-    forward(model, cache, ids[:, :40])
-    twin = copy.deepcopy(cache)
-    held = stored(cache.layers[0], 0)
-    forward(model, twin, ids[:, 40:])
-    assert_same_bits(stored(cache.layers[0], 0), held)
-    assert (cache.tokens.length, twin.tokens.length) == (40, 100)
-    assert twin.layers[0].tags.record is twin.layers[1].tags.record is twin.tokens
-    forward(model, cache, ids[:, 40:])
-    assert_same_bits(stored(cache.layers[0], 0), stored(twin.layers[0], 0))
-
-
-def test_rows_are_repeated_and_selected(model):
-    cache, ids = make(model), prompt(2, 40)
-    forward(model, cache, ids)
-    cache.batch_repeat_interleave(2)
-    assert cache.tokens.ids[:, :40].tolist() == ids.repeat_interleave(2, 0).tolist()
-    cache.batch_select_indices(torch.tensor([3, 0]))
-    assert cache.tokens.ids[:, :40].tolist() == ids.flip(0).tolist()
-    more = prompt(2, 60)[:, 40:]
-    forward(model, cache, more)
-    assert cache.tokens.tagger.asked[-1] == torch.cat([ids.flip(0), more], 1).tolist()
-
-
-def test_reset_and_reuse(model):
-    cache, fresh = make(model), make(model)
-    forward(model, cache, prompt(3, 50))
-    cache.reset()
-    assert cache.tokens.tensors() == []
-    for x in (cache, fresh):
-        forward(model, x, prompt(1, 60))
-    assert_same_bits(stored(cache.layers[0], 0), stored(fresh.layers[0], 0))
-
-
-def test_saved_cache_needs_the_model_again(model):
-    cache, ids = make(model), prompt(1, 100)
-    forward(model, cache, ids[:, :50])
-    loaded = pickle.loads(pickle.dumps(cache))
-    loaded.attach(model)
-    for x in (cache, loaded):
-        forward(model, x, ids[:, 50:])
-    assert_same_bits(stored(loaded.layers[0], 0), stored(cache.layers[0], 0))
-    assert loaded.tokens.length == 100
 
 
 def test_model_is_left_as_it_was(model):
@@ -402,22 +299,6 @@ def test_memory_counts_ids_and_tags(model):
     cache = make(model)
     forward(model, cache, prompt(2, 50))
     assert cache.memory().total == sum(x.nbytes for x in tensors_of(cache.layers))
-
-
-def test_one_line_on_a_chat_model():
-    """Model and tokenizer are all it takes: the chat template tells what each token is."""
-    from hfkvq.caches.tags import Tagger
-    from hfkvq.measure.reference import load_reference, tools
-
-    model, tokenizer = load_reference(torch.float32)
-    ids = tokenizer(tools(seed=3, rounds=4).prompt, return_tensors="pt", add_special_tokens=False).input_ids
-    cache = TriAxialCache(model, tokenizer, page_size=8, group_size=8, seal_unit=8)
-    forward(model, cache, ids)
-    names = [TAGS[tag] for tag in Tagger.from_tokenizer(tokenizer).tag(ids)[0].tolist()]
-    sealed = ids.shape[1] // 8 * 8
-    old = [i for i, name in enumerate(names[:sealed]) if name in ("older|text|obs", "turn_m2|text|obs")]
-    assert len(old) >= 16
-    assert positions(cache)[0] == old[: len(old) // 8 * 8]
 
 
 # What users get wrong.

@@ -7,8 +7,6 @@ messages apart. Video processors of Transformers need torchvision, so `Video` st
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,6 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.video_utils import VideoMetadata
 
-from evals import families
 from tests.caches.chats import byte_tokenizer
 
 PATCH, MERGE = 8, 2
@@ -301,57 +298,3 @@ OTHERS = (
     "qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl_moe smolvlm step3p7"
 ).split()
 """Families that take pixels as `other_inputs` makes them; those of the rest are of other shapes."""
-
-_MARKS = ("image", "video", "vision_start", "vision_end", "boi", "eoi", "image_start", "image_end")
-_IDS = {f"{mark}_token_{what}": 120 + i for i, mark in enumerate(_MARKS) for what in ("id", "index")}
-
-
-def build_other(name: str) -> Any:
-    """A tiny model of one of `OTHERS`."""
-    return families.build(name, spatial_merge_size=2, **_IDS)
-
-
-def _pixels(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Pixels of an image: patches with their grid, or an image as it is, alone or as one of several."""
-    own = getattr(model.config, "vision_config", None) or model.config
-
-    def size(default: int, *names: str) -> int:
-        found = next((x for name in names if (x := getattr(own, name, None))), default)
-        return int(found[0] if isinstance(found, (list, tuple)) else found)
-
-    patch, side, merged = size(4, "patch_size"), size(28, "image_size"), size(2, "spatial_merge_size")
-    width = size(3, "in_channels", "in_chans", "num_channels") * size(1, "temporal_patch_size") * patch**2
-    generator = torch.Generator().manual_seed(1)
-    grid = torch.tensor([[1, 2 * merged, 2 * merged]])
-    yield {"pixel_values": torch.randn(int(grid.prod()), width, generator=generator), "image_grid_thw": grid}
-    image = torch.randn(1, 3, side, side, generator=generator)
-    yield {"pixel_values": image}
-    yield {"pixel_values": image, "image_sizes": torch.tensor([[side, side]])}
-    yield {"pixel_values": image[None]}
-
-
-@torch.no_grad()
-def other_inputs(model: Any) -> tuple[dict[str, torch.Tensor], int]:
-    """A prompt with an image for a model of `OTHERS`, and how many tokens the image takes.
-
-    Raises:
-        ValueError: the model takes none of the shapes.
-    """
-    token = _IDS["image_token_id"]
-    takes = inspect.signature(model.forward).parameters
-    reasons = []
-    for pixels in _pixels(model):
-        try:
-            found = model.base_model.get_image_features(**pixels, return_dict=True).pooler_output
-            parts = [found] if isinstance(found, torch.Tensor) else found
-            count = sum(x.numel() // x.shape[-1] for x in parts)
-            ids = torch.tensor([[5, 6, 7, 8, 9, *[token] * count, 10, 11, 12, 13]])
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pixels}
-            kinds = (ids == token).long()
-            inputs |= {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in takes}
-            model(**inputs)
-        except Exception as error:
-            reasons.append(str(error))
-        else:
-            return inputs, count
-    raise ValueError(f"takes none of these images: {reasons}")

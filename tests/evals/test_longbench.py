@@ -10,8 +10,7 @@ pytest.importorskip("jieba")
 pytest.importorskip("rouge")
 pytest.importorskip("fuzzywuzzy")
 
-from evals.tasks import long_context
-from evals.tasks.long_context import METRICS, PLAIN, PROMPTS, LongBenchTask, code_sim, load, score, score_text
+from evals.tasks.long_context import METRICS, code_sim, score, score_text
 
 
 @pytest.fixture(scope="module")
@@ -63,50 +62,3 @@ def test_first_line_counts_where_the_authors_cut():
     assert score(doc, ["City Date"]) == {"score": 50.0}
     doc = {"longbench": "hotpotqa", "answers": ["Rome", "the city of Rome"], "all_classes": None}
     assert score(doc, ["City of Rome"])["score"] == 100.0
-
-
-@pytest.fixture
-def one_document(monkeypatch):
-    """Every task has one document, without any file."""
-    row = {"question": "Q{{x}}?", "context": "Some {text}.", "answers": ["A"], "all_classes": ["A"], "length": 3}
-
-    monkeypatch.setattr(long_context, "read_rows", lambda *_: [dict(row)])
-
-
-# The authors' prompts where white space at the end or before the question matters.
-ENDS = {
-    "triviaqa": "examples.\n\nSome {text}.\n\nQ{{x}}?",
-    "samsum": "examples.\n\nSome {text}.\n\nQ{{x}}?",
-    "trec": "questions.\n\nSome {text}.\nQ{{x}}?",
-    "lsht": "例子。\n\nSome {text}.\nQ{{x}}?",
-    "passage_count": "The final answer is: ",
-    "passage_retrieval_en": "The answer is: ",
-    "lcc": "given below. \nSome {text}.Next line of code:\n",
-    "repobench-p": "given below. \nSome {text}.Q{{x}}?Next line of code:\n",
-    "narrativeqa": "Question: Q{{x}}?\n\nAnswer:",
-    "multifieldqa_zh": "问题：Q{{x}}?\n回答：",
-}
-
-
-@pytest.mark.parametrize("name", METRICS)
-def test_prompts_and_templates(one_document, name):
-    task = LongBenchTask(config={"task": f"kvq_longbench_{name}", "longbench": name})
-    assert "Some {text}." in task.doc_to_text(task.eval_docs[0])
-    assert task.doc_to_text(task.eval_docs[0]).endswith(ENDS.get(name, (":", "：")))
-    assert set(PROMPTS) <= set(METRICS)
-    wrapped = task.fewshot_context(
-        task.eval_docs[0],
-        num_fewshot=0,
-        apply_chat_template=True,
-        chat_template=lambda messages, **_: f"<chat>{messages[-1]['content']}",
-    )
-    assert wrapped.startswith("<chat>") == (name not in PLAIN)
-    assert task.config.generation_kwargs["until"] == []
-    assert task.config.generation_kwargs["max_gen_toks"] in (32, 64, 128, 512)
-
-
-@pytest.mark.parametrize("name", ["multi_news", "multifieldqa_zh", "passage_retrieval_zh"])
-def test_longbench_files(shared_data, name):
-    rows = load(name, data_dir=str(shared_data))["test"]
-    assert len(rows) == 200
-    assert all(row["longbench"] == name and row["context"] and row["answers"] for row in rows)

@@ -1,46 +1,11 @@
 """evals/real.py without a model: the order of jobs, what is resumed, and what a cache lost and gained."""
 
 import json
-import os
-import sys
 
 import pytest
 
 from evals import real
-from evals.real import Part, compare, pack, read_jobs, summary, tables, task_record, unpack
-
-
-def test_order_of_jobs():
-    jobs = real.plan(["humaneval", "gsm8k=int4,best-3.4", "kld8k"], ["int4", "none", "best-2.5", "int4"])
-    assert jobs == [
-        ("kld8k", "none"),
-        ("kld8k", "int4"),
-        ("kld8k", "best-2.5"),
-        ("gsm8k", "none"),
-        ("gsm8k", "int4"),
-        ("gsm8k", "best-3.4"),
-        ("humaneval", "none"),
-        ("humaneval", "best-2.5"),
-        ("humaneval", "int4"),
-    ]
-    everything = real.plan(list(real.PARTS), real.PRESETS)
-    assert len(everything) == len(real.PARTS) * len(real.PRESETS)
-    assert {part for part, _ in everything[:34]} == {"kld8k", "gsm8k"}
-
-
-def test_presets_with_options():
-    assert real.plan(["gsm8k=kitty:boost_ratio=0.2"], [])[1] == ("gsm8k", "kitty:boost_ratio=0.2")
-    with pytest.raises(ValueError, match="bost_ratio"):
-        real.plan(["gsm8k=kitty:bost_ratio=0.2"], [])
-    with pytest.raises(ValueError, match="parts: got 'gsm9k'"):
-        real.plan(["gsm9k"], [])
-
-
-def test_numbers_by_part():
-    assert real.by_part(["2", "gsm8k=5"]) == {**dict.fromkeys(real.PARTS, 2), "gsm8k": 5}
-    for wrong in ("gsm9k=1", "gsm8k=0", "gsm8k=x"):
-        with pytest.raises(ValueError, match="allowed N or PART=N"):
-            real.by_part([wrong])
+from evals.real import compare, pack, read_jobs, summary, tables, task_record, unpack
 
 
 def _job(part, preset, right, asked="a"):
@@ -104,37 +69,3 @@ def test_report(tmp_path):
     assert "| full | 3.40 | 0.0040 |" in text
     assert "| kitty | 0.0 (660/0) |  |" in text
     assert "| none | 50.0 | 50.0 |" in text
-
-
-WORKER = """
-import json, os, sys
-for line in sys.stdin:
-    job = json.loads(line)
-    if job["job"] == "dies":
-        os._exit(1)
-    print(json.dumps({"error": "wrong" if job["job"] == "fails" else None}), flush=True)
-"""
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_process_that_dies_is_replaced(tmp_path, fresh):
-    told = {}
-    crew = real.Crew([{}], [sys.executable, "-c", WORKER], tmp_path / "logs", fresh)
-    jobs = [{"job": name} for name in ("one", "dies", "two", "fails", "three")]
-    crew.run(jobs, lambda job, seconds, error: told.update({job["job"]: error}))
-    assert [told[name] for name in ("one", "two", "fails", "three")] == [None, None, "wrong", None]
-    assert "its process ended" in told["dies"]
-
-
-def test_processes_and_parts(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(sys, "argv", "real.py --model m --out o --workers 2 --shrink 16 --limit gsm8k=3".split())
-    given = real.arguments()
-    assert [place["CUDA_VISIBLE_DEVICES"] for place in real.places(given)] == ["2", "5", "2", "5"]
-    assert real.places(given)[0]["OMP_NUM_THREADS"] == "16"
-    parts = real.shapes(given, 8192)
-    # Neither room for 16k, nor data of LongBench.
-    assert parts.keys() == {"kld8k", "gsm8k", "ruler4k", "kld24k", "humaneval", "math500"}
-    assert parts["kld8k"] == Part(4, 16, prompt=448, scored=32)
-    assert parts["gsm8k"].limit == 3

@@ -18,6 +18,18 @@ from hfkvq.kernels import use_interpreter
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
+def pytest_collection_modifyitems(items):
+    """Of tests that are marked ``interpreted``, drops the interpreter's cases that have none of the values named."""
+
+    def is_run(item):
+        marker, params = item.get_closest_marker("interpreted"), getattr(item, "callspec", None)
+        if marker is None or "interpret" not in params.params.values():
+            return True
+        return any(value in marker.args for value in params.params.values() if isinstance(value, str))
+
+    items[:] = [item for item in items if is_run(item)]
+
+
 @contextlib.contextmanager
 def _dispatch_to(backend):
     """Yields the device on which operations run; within the context they dispatch to the backend."""

@@ -240,6 +240,7 @@ def test_decode(backend, name):
     assert_as_good_as_torch(got, exact, plain)
 
 
+@pytest.mark.interpreted("2c-2t", "16-16-page", "float32", "tiles-q16")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -298,6 +299,7 @@ MASKS = ["bool", "float", "int", "bfloat16", "heads", "row", "queries"]
 
 
 # Every kind for loose tokens, for full pages and for several runs; the two that differ in arithmetic for all.
+@pytest.mark.interpreted("plain", "tiles-rotated", "tiles-two-runs")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [(name, kind) for name in FEATURES for kind in (MASKS if name in ("plain", "tiles", "two-runs") else MASKS[:2])],
@@ -335,6 +337,7 @@ def test_a_query_that_sees_nothing_is_zero(backend):
     assert not decode(layer, backend, 0.3, mask, sinks).cpu()[0, :, 1].any()
 
 
+@pytest.mark.interpreted("raised-bf16", "tiles-normed", "two-runs")
 @pytest.mark.parametrize("name", FEATURES)
 def test_sinks(backend, name):
     layer = build(FEATURES[name])
@@ -347,6 +350,7 @@ def test_sinks(backend, name):
     assert (exact - attend(layer, torch.float64, 0.2)).abs().max() > 1e-4
 
 
+@pytest.mark.interpreted("plain")
 @pytest.mark.parametrize("name", ["plain", "tiles"])
 def test_rows_take_turns_with_sinks(backend, name):
     """As many lists of sinks as rows: each row has its own."""
@@ -360,6 +364,7 @@ def test_rows_take_turns_with_sinks(backend, name):
         assert not torch.equal(got[row], alone[row - 1][row])
 
 
+@pytest.mark.interpreted("plain", "tiles-normed")
 @pytest.mark.parametrize(("name", "softcap"), [*((name, 0.5) for name in FEATURES), ("plain", 20.0), ("tiles", 20.0)])
 def test_softcap(backend, name, softcap):
     layer = build(FEATURES[name])
@@ -420,7 +425,6 @@ CHECKED = ("2c-2t-raised-4-16", "two-runs", "rotated")
     ("backend", "name"),
     [
         *(("reference", name) for name in CHECKED),
-        ("interpret", "two-runs"),
         *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in CHECKED),
     ],
     indirect=["backend"],
@@ -464,6 +468,7 @@ FULL_PAGES = {
 }  # fmt: skip
 
 
+@pytest.mark.interpreted("4t-4t", "2t-4t-rotated", "4c-2t-groups")
 @pytest.mark.parametrize("kind", ["none", "bool", "int"])
 @pytest.mark.parametrize("name", FULL_PAGES)
 def test_full_pages(backend, name, kind):
@@ -555,32 +560,18 @@ def test_short_rows_have_parts_of_pages_as_programs(monkeypatch, backend, runs, 
     assert pair_format.PairFormat(*long.launches[0].constants["FORMATS"][0]).step == (128 if runs[0] == "2" else 64)
 
 
-# Formats that the loop over pages takes in ways of their own; the interpreter, which is slow, sees these alone.
-INTERPRETED = (
-    *(
-        "2c",
-        "2c-share-3",
-        "4t",
-        "4t-share-1",
-        "2c-raised-4-16",
-        "4t-groups",
-        "8t",
-        "16-dim-80",
-        "4cn-dim-96",
-    ),
-    *("page-64", "page-256", "group-256", "q2-r4", "192-128", "three-runs"),
-)
-BY_THE_PAGE = [
-    pytest.param(name, "none", marks=() if name.removeprefix("tiles-") in INTERPRETED else pytest.mark.gpu)
-    for name in CASES
-    if name.startswith("tiles")
-] + [
+BY_THE_PAGE = [(name, "none") for name in CASES if name.startswith("tiles")] + [
     (name, kind)
     for name in ("tiles-2c-raised-4", "tiles-4t", "tiles-2c-groups", "tiles-two-runs-q2", "tiles-q3-r7")
     for kind in ("bool", "queries")
 ]
 
 
+# Formats that the loop over pages takes in ways of their own.
+@pytest.mark.interpreted(
+    *("tiles-2c", "tiles-4t-share-1", "tiles-2c-raised-4-16", "tiles-4t-groups", "tiles-8t", "tiles-16-dim-80"),
+    *("tiles-4cn-dim-96", "tiles-page-64", "tiles-q2-r4", "tiles-three-runs", "tiles-two-runs-q2"),
+)
 @pytest.mark.parametrize(("name", "kind"), BY_THE_PAGE)
 def test_pages_by_the_page(triton_backend, name, kind):
     """Splits of several pages each, where a GPU has room for many."""
@@ -625,6 +616,7 @@ def equal_keys(side, x):
     return x[:, :, :1].expand_as(x).clone() if side == "keys" else x
 
 
+@pytest.mark.interpreted("tiles-2c-groups", "tiles-8t")
 @pytest.mark.parametrize("change", [outliers, constant, huge_token, tiny, equal_keys])
 @pytest.mark.parametrize("name", ["tiles-2c-raised-4", "tiles-2c-groups", "tiles-4t-blocks", "tiles-8t"])
 def test_adverse_data(triton_backend, name, change):

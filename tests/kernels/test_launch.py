@@ -1,10 +1,8 @@
-"""Launches that are remembered: the variant of the kernel that Triton would choose, with the tensors of the call."""
+"""Launches that are remembered: those that would be made afresh, with the tensors of the call."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 import pkgutil
 import random
 import re
@@ -22,262 +20,59 @@ from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.decode import LENGTH, RUNS
 from hfkvq.kernels.dispatch import _enabled, reference
 from hfkvq.kernels.seal import range_rule
-from hfkvq.kernels.step import StepPlan, advance, buffer_bytes, observe, seal_due, settle, views_of_buffer
+from hfkvq.kernels.step import StepPlan, advance, buffer_bytes, observe, views_of_buffer
 from hfkvq.kernels.triton import append as append_module
 from hfkvq.kernels.triton import configs
 from hfkvq.kernels.triton import decode as decode_module
 from hfkvq.kernels.triton import launch as launch_module
 from hfkvq.kernels.triton import merge as merge_module
 from hfkvq.kernels.triton import step as step_module
-from hfkvq.kernels.triton.launch import Launch
+from hfkvq.kernels.triton.launch import Launch, is_watched, room_of
 from hfkvq.kernels.triton.limits import LIMITS, programs_that_fit
-from tests.kernels import test_append, test_due, test_seal, test_step
+from tests.kernels import test_append
 from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build, launch_parameters
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
 
 
-# A launch by itself.
-
-
-class Kernel:
-    """Stands in for a `triton.jit` function: notes what goes through Triton, and what goes past it to which stream."""
-
-    def __init__(self, names: str, interpreted: bool = False) -> None:
-        self.arg_names, self.interpreted = names.split(), interpreted
-        self.through: list[tuple[Any, ...]] = []
-        self.past: list[tuple[Any, ...]] = []
-        self.streams: list[str] = []
-
-    def __getitem__(self, grid):
-        def launch(*args, **constants):
-            self.through.append((grid, args, constants))
-            return None if self.interpreted else Compiled(self, len(self.through) - 1)
-
-        return launch
-
-
-class Compiled:
-    """What a `Kernel` compiles to; variants are numbered in the order in which they went through Triton."""
-
-    name, function, packed_metadata = "kernel", "function", "metadata"
-
-    def _init_handles(self):
-        """Nothing has to be loaded."""
-
-    def __init__(self, kernel: Kernel, variant: int) -> None:
-        self.kernel, self.variant = kernel, variant
-
-    def note(self, grid, args, stream):
-        self.kernel.past.append((self.variant, grid, args))
-        self.kernel.streams.append(stream)
-
-    def __getitem__(self, grid):
-        """As it is called where somebody is to be told."""
-        return lambda *args: self.note(grid, args, "any")
-
-    def run(self, *args):
-        """As it is called by itself: grid, stream, function, what is known of it, nothing for hooks, arguments."""
-        assert args[4:9] == ("function", "metadata", None, None, None)
-        self.note(args[:3], args[9:], args[3])
-
-
-@pytest.fixture
-def streams(monkeypatch):
-    """Names for the current streams of devices, of which there may be none."""
-    active = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}")
-    monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
-
-
-MEMORY = torch.zeros(64)
-
-
-def floats(first: int) -> Tensor:
-    """Four numbers that begin so many elements behind a multiple of 16 bytes."""
-    assert MEMORY.data_ptr() % 16 == 0
-    return MEMORY[first : first + 4]
-
-
-def test_the_first_launch_goes_through_triton_and_later_ones_past_it(streams):
-    kernel = Kernel("a b n factor SIZE WIDE")
-    # Constants come in any order, and options of the launch among them.
-    constants = {"num_warps": 4, "WIDE": True, "SIZE": 16, "maxnreg": 9}
-    launch = Launch(kernel, (3, 2), {"factor": 0.5, "n": 7}, constants, CPU)
-    first = (floats(0), floats(4))
-    launch(*first)
-    ((grid, args, given),) = kernel.through
-    assert grid == (3, 2, 1)
-    assert args[0] is first[0]
-    assert args[1] is first[1]
-    assert args[2:] == (7, 0.5)
-    assert given == constants
-    assert not kernel.past
-    for own in ((floats(8), floats(0)), first, (floats(12), floats(12))):
-        launch(*own)
-        assert kernel.past.pop() == (0, (3, 2, 1), (own[0].data_ptr(), own[1].data_ptr(), 7, 0.5, 16, True))
-    assert len(kernel.through) == 1
-
-
-def test_every_alignment_has_a_variant(streams):
-    """As many as there are choices of the tensors that begin at a multiple of 16 bytes."""
-    kernel = Kernel("a b c n SIZE")
-    launch = Launch(kernel, (1,), {"n": 5}, {"SIZE": 2}, CPU)
-    choices = list(itertools.product((0, 1), repeat=3))
-    for choice in choices:
-        launch(*map(floats, choice))
-    assert len(kernel.through) == len(choices)
-    assert not kernel.past
-    for variant, choice in reversed(list(enumerate(choices))):
-        # Elsewhere, but as well aligned, or as badly.
-        for aligned, odd in ((4, 2), (8, 7)):
-            own = [floats(odd if bad else aligned) for bad in choice]
-            launch(*own)
-            assert kernel.past.pop() == (variant, (1, 1, 1), (*(x.data_ptr() for x in own), 5, 2))
-    assert len(kernel.through) == len(choices)
-
-
-def test_tensors_without_elements_are_aligned(streams):
-    """Their address is 0, to Triton as well."""
-    kernel = Kernel("a")
-    launch = Launch(kernel, (1,), {}, {}, CPU)
-    for x in (floats(0), floats(1)[:0], torch.zeros(0)):
-        launch(x)
-    assert len(kernel.through) == 1
-    assert kernel.past == [(0, (1, 1, 1), (0,))] * 2
-
-
-def test_nests_are_made_of_tensors_and_of_addresses(streams):
-    kernel = Kernel("pair none last n SIZE")
-
-    def nest(given):
-        return (given[2], given[0]), None, given[1]
-
-    launch = Launch(kernel, (1,), {"n": 7}, {"SIZE": 2}, CPU, nest)
-    own = [floats(0), floats(1), floats(2)]
-    launch(*own)
-    ((_, (pair, none, last, number), _),) = kernel.through
-    assert pair[0] is own[2]
-    assert pair[1] is own[0]
-    assert none is None
-    assert last is own[1]
-    assert number == 7
-    other = [floats(4), floats(5), floats(6)]
-    launch(*other)
-    a, b, c = (x.data_ptr() for x in other)
-    # Three names are the nest's, one is the number's: the constant's is the last.
-    assert kernel.past == [(0, (1, 1, 1), ((c, a), None, b, 7, 2))]
-
-
-def test_the_interpreter_is_asked_every_time():
-    kernel = Kernel("a n SIZE", interpreted=True)
-    launch = Launch(kernel, (2,), {"n": 3}, {"SIZE": 4}, CPU)
-    own = [floats(0), floats(0), floats(4)]
-    for x in own:
-        launch(x)
-    for x, (grid, args, constants) in zip(own, kernel.through, strict=True):
-        assert (grid, args[1:], constants) == ((2, 1, 1), (3,), {"SIZE": 4})
-        assert args[0] is x
-    assert not kernel.past
-
-
-class Sized(Kernel):
-    """Compiles to itself: so many registers and bytes of shared memory. Notes what launches are told of it."""
-
-    name, function = "kernel", "function"
-
-    def __init__(self, registers: int, shared: int) -> None:
-        super().__init__("a")
-        self.n_regs, self.metadata, self.told = registers, SimpleNamespace(num_warps=1, shared=shared), []
-        self.packed_metadata = (1, 1, shared)
-
-    def _init_handles(self):
-        """Nothing has to be loaded."""
-
-    def __getitem__(self, grid):
-        return lambda *args, **constants: self
-
-    def run(self, *args):
-        self.told.append(args[5])
-
-
 @pytest.mark.parametrize(
-    ("gpu", "registers", "shared", "most", "told"),
+    ("gpu", "registers", "shared", "most", "room"),
     [
         # Registers let in twelve.
         ((9, 0), 168, 16384, 8, 28160),
-        ((9, 0), 168, 16384, 12, 16384),
-        ((9, 0), 168, 16384, 0, 16384),
+        ((9, 0), 168, 16384, 12, 0),
         # Or eight, or shared memory does.
-        ((9, 0), 209, 16384, 8, 16384),
-        ((9, 0), 168, 28160, 8, 28160),
-        # No more than a launch may have unasked.
+        ((9, 0), 209, 16384, 8, 0),
+        ((9, 0), 168, 28160, 8, 0),
+        # At most what a launch may have without asking.
         ((9, 0), 168, 16384, 2, 48 << 10),
-        # Of a GPU that nothing is known of.
-        ((99, 0), 168, 16384, 8, 16384),
+        # A GPU of unknown limits.
+        ((99, 0), 168, 16384, 8, 0),
     ],
 )
-def test_programs_beyond_those_planned_are_kept_out(monkeypatch, streams, gpu, registers, shared, most, told):
+def test_programs_beyond_those_planned_are_kept_out(monkeypatch, gpu, registers, shared, most, room):
     monkeypatch.setattr(launch_module, "capability", lambda device: gpu)
-    kernel = Sized(registers, shared)
-    launch = Launch(kernel, (1,), {}, {}, CPU, most=most)
-    for _ in range(2):
-        launch(floats(0))
-    assert kernel.told == [(1, 1, told)]
-    if told > shared and most > 2:
-        limits = LIMITS[gpu]
-        assert programs_that_fit(limits, registers, 1, told) == most
+    metadata = SimpleNamespace(num_warps=1, shared=shared)
+    compiled = SimpleNamespace(n_regs=registers, metadata=metadata, packed_metadata=(1, 1, shared))
+    assert room_of(compiled, CPU, most) == room
+    if room and most > 2:
+        assert programs_that_fit(LIMITS[gpu], registers, 1, room) == most
 
 
 @pytest.mark.parametrize("when", ["launch_enter_hook", "launch_exit_hook"])
-def test_hooks_are_told_of_every_launch(monkeypatch, streams, when):
-    """Triton's own way tells them, and takes its time for it where there are none."""
-    kernel, hooks = Kernel("a"), knobs.HookChain()
-    launch = Launch(kernel, (1,), {}, {}, CPU)
-    launch(floats(0))
+def test_hooks_are_noticed(monkeypatch, when):
+    """Profilers set them; without one, launches take the short way."""
+    hooks = knobs.HookChain()
+    assert not is_watched()
     monkeypatch.setattr(knobs.runtime, when, hooks)
-    launch(floats(0))
+    assert not is_watched()
     hooks.add(print)
-    launch(floats(0))
-    hooks.remove(print)
-    launch(floats(0))
-    for hook in (print, None):
-        monkeypatch.setattr(knobs.runtime, when, hook)
-        launch(floats(0))
-    assert kernel.streams == ["stream of None", "any", "stream of None", "any", "stream of None"]
-    assert len({repr(past) for past in kernel.past}) == 1
-
-
-@pytest.mark.parametrize("grid", [(5,), (5, 2), (5, 2, 3)])
-def test_grids_have_three_axes(streams, grid):
-    kernel = Kernel("a")
-    launch = Launch(kernel, grid, {}, {}, CPU)
-    for _ in range(2):
-        launch(floats(0))
-    assert kernel.through[0][0] == kernel.past[0][1] == (*grid, 1, 1)[:3]
-
-
-@pytest.mark.parametrize(("index", "entered"), [(0, []), (1, [1, "left"]), (None, [])])
-def test_launches_are_on_the_device_of_the_tensors(monkeypatch, streams, index, entered):
-    """Another device becomes the current one for a launch: for the first one and for those that are remembered."""
-    seen = []
-
-    @contextlib.contextmanager
-    def enter(device):
-        seen.append(device)
-        yield
-        seen.append("left")
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", enter)
-    kernel = Kernel("a")
-    launch = Launch(kernel, (1,), {}, {}, torch.device("cuda", index))
-    for _ in range(2):
-        launch(floats(0))
-        assert seen == entered
-        seen.clear()
-    assert (len(kernel.through), len(kernel.past)) == (1, 1)
-    assert kernel.streams == [f"stream of {index or 0}"]
+    assert is_watched()
+    monkeypatch.setattr(knobs.runtime, when, print)
+    assert is_watched()
+    monkeypatch.setattr(knobs.runtime, when, None)
+    assert not is_watched()
 
 
 # Launchers and their plans: nothing runs, but all that would is noted.
@@ -301,15 +96,9 @@ def test_launchers_remember_launches():
 
 
 class Ran(NamedTuple):
-    """What a GPU would have run.
+    """A launch: all that chooses the kernel's variant, and which tensors of the call it is given.
 
-    Attributes:
-        kernel: its name.
-        grid: programs.
-        kinds: dtype and alignment of its tensors: with numbers and constants, what chooses the variant.
-        places: of its tensors among those that the launch was given.
-        numbers: as they are written, since 1, 1.0 and True are equal, but not to Triton.
-        constants: likewise, by name; options of the launch as well.
+    Numbers and constants are as they are written, since 1, 1.0 and True are equal, but not to Triton.
     """
 
     kernel: str
@@ -326,69 +115,27 @@ def each(x, do):
 
 
 class Noted(Launch):
-    """A launch of a kernel that does nothing but note what it is given."""
+    """A launch that does nothing but note what it is given."""
 
     ran: list[Ran]
-    remembered: list[Ran]
 
     def __init__(self, kernel, grid, numbers, constants, device, nest=None, most=0):
-        self.real, self.arg_names, self.given = kernel, kernel.arg_names, ()
-        self.written = {name: repr(value) for name, value in constants.items()}
-        super().__init__(self, grid, numbers, constants, device, nest, most)
+        super().__init__(kernel, grid, numbers, constants, device, nest, most)
+        self.name, self.nest = kernel.__name__, nest
 
     def __call__(self, *tensors):
-        self.given = tensors
-        super().__call__(*tensors)
-
-    def __getitem__(self, grid):
-        """As the kernel."""
-
-        def launch(*args, **constants):
-            assert {name: repr(value) for name, value in constants.items()} == self.written
-            count = len(self.arg_names) - len(set(self.arg_names) & set(constants))
-            assert len(args) == count
-            own, numbers = args[: count - len(self.numbers)], args[count - len(self.numbers) :]
-            kinds = each(own, lambda x: (x.dtype, x.data_ptr() % 16 == 0))
-            self.ran.append(self._ran(grid, kinds, each(own, Tensor.data_ptr), numbers))
-            return NotedVariant(self, kinds)
-
-        return launch
-
-    def _ran(self, grid, kinds, addresses, numbers):
+        own = tensors if self.nest is None else self.nest(tensors)
         # The first of several that begin at one place.
-        place = {x.data_ptr(): at for at, x in reversed(list(enumerate(self.given)))}
-        return Ran(self.real.__name__, grid, kinds, each(addresses, place.get), repr(numbers), self.written)
-
-
-class NotedVariant:
-    """What the kernel of a `Noted` compiles to."""
-
-    def __init__(self, launch, kinds):
-        self.launch, self.kinds = launch, kinds
-
-    name, function, packed_metadata = "noted", "function", None
-
-    def _init_handles(self):
-        """Nothing has to be loaded."""
-
-    def run(self, *args):
-        self[args[:3]](*args[9:])
-
-    def __getitem__(self, grid):
-        def launch(*args):
-            count, known = len(self.kinds), self.launch.written
-            end = count + len(self.launch.numbers)
-            assert [*map(repr, args[end:])] == [known[name] for name in self.launch.arg_names[end:]]
-            ran = self.launch._ran(grid, self.kinds, args[:count], args[count:end])
-            self.launch.ran.append(ran)
-            self.launch.remembered.append(ran)
-
-        return launch
+        place = {x.data_ptr(): at for at, x in reversed(list(enumerate(tensors)))}
+        kinds = each(own, lambda x: (x.dtype, x.data_ptr() % 16 == 0))
+        written = {name: repr(value) for name, value in self.constants.items()}
+        places = each(own, lambda x: place.get(x.data_ptr()))
+        self.ran.append(Ran(self.name, self.grid, kinds, places, repr(self.numbers), written))
 
 
 @pytest.fixture
-def noted(monkeypatch, streams):
-    """`Noted` launches; its lists are of this test alone, and so are the plans."""
+def noted(monkeypatch):
+    """`Noted` launches; the list is of this test alone, and so are the plans."""
     forget()
     for module in MODULES:
         if hasattr(module, "Launch"):
@@ -398,7 +145,6 @@ def noted(monkeypatch, streams):
         monkeypatch.setattr(module, "is_misrounded", lambda *_: False)
     monkeypatch.setattr(decode_module, "hadamard", reference("hadamard"))
     monkeypatch.setattr(Noted, "ran", [], raising=False)
-    monkeypatch.setattr(Noted, "remembered", [], raising=False)
     with use_interpreter():
         yield Noted
     forget()
@@ -745,41 +491,21 @@ def usual(name: str) -> dict[str, Any]:
     return {option: values[0] for option, values in CALLS[name][1].items()}
 
 
-def not_shared(name, one, other):
-    """Checks that the plans of one call serve itself, and not the other one."""
-    call, asked = CALLS[name][0], usual(name)
-    call(**asked | one)
-    before = made()
-    assert before > 0
-    call(**asked | one)
-    assert made() == before
-    ran = what_runs(call, **asked | other)
-    assert made() > before
-    assert ran == what_runs_afresh(call, **asked | other)
-    assert ran != what_runs(call, **asked | one)
-
-
-# What answers have in common with the usual ones, or have only been asked for.
-ALIKE = {
-    # Codes of integers are of one dtype.
-    ("seal tokens", "held"),
-    # What has been rotated lies in a row.
-    ("decode rotated", "order"),
-    # How many there are, where an index says which.
-    *((name, "columns") for name in CALLS if name.startswith("seal")),
-    # Nothing to launch early on a CPU.
-    *((name, "early") for name in CALLS if name.startswith("decode")),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "option"),
-    [(name, option) for name, (_, options) in CALLS.items() for option in options if (name, option) not in ALIKE],
-)
-def test_calls_that_differ_share_no_plan(noted, name, option):
-    for value in CALLS[name][1][option][1:]:
-        not_shared(name, {}, {option: value})
-        forget()
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_remembered_is_what_would_be_made_afresh(noted, name):
+    """The usual call, and those that differ from it in one answer or in a few."""
+    call, options = CALLS[name]
+    usual_one, draw = usual(name), random.Random(name)
+    asked = [{option: value} for option, values in options.items() for value in values[1:]]
+    asked += [
+        {option: draw.choice(values) for option, values in options.items() if draw.random() < 0.12} for _ in range(60)
+    ]
+    for other in asked:
+        call(**usual_one)
+        other = usual_one | other | {"shift": draw.choice((0, 0, 1))}
+        ran = what_runs(call, **other)
+        assert ran
+        assert ran == what_runs_afresh(call, **other)
 
 
 @pytest.mark.parametrize(
@@ -797,17 +523,13 @@ def test_calls_that_differ_share_no_plan(noted, name, option):
     ],
 )
 def test_calls_that_are_hard_to_tell_apart_share_no_plan(noted, name, one, other):
-    """Of which most of what is known of tensors is the same."""
-    not_shared(name, one, other)
-
-
-@pytest.mark.parametrize("option", ["early"])
-def test_what_changes_nothing_on_a_cpu_has_a_plan(noted, option):
-    call, asked = CALLS["decode"]
-    call(**usual("decode"))
+    call, asked = CALLS[name][0], usual(name)
+    call(**asked | one)
     before = made()
-    call(**usual("decode") | {option: asked[option][1]})
+    ran = what_runs(call, **asked | other)
     assert made() > before
+    assert ran == what_runs_afresh(call, **asked | other)
+    assert ran != what_runs(call, **asked | one)
 
 
 @pytest.mark.parametrize(
@@ -826,25 +548,8 @@ def test_calls_that_are_alike_share_a_plan(noted, name, one, other):
     call(**asked | one)
     before = made()
     for own in (other, one, other):
-        assert what_runs(call, **asked | own) == what_runs_afresh(call, **asked | own)
+        call(**asked | own)
         assert made() == before
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_what_is_remembered_is_what_would_be_made_afresh(noted, name):
-    """Calls that are much alike, in any order."""
-    call, options = CALLS[name]
-    draw = random.Random(name)
-    for _ in range(300):
-        asked = {
-            option: draw.choice(values) if draw.random() < 0.12 else values[0] for option, values in options.items()
-        }
-        asked["shift"] = draw.choice((0, 0, 1))
-        ran = what_runs(call, **asked)
-        assert ran
-        assert ran == what_runs_afresh(call, **asked)
-    # Or nothing was tested.
-    assert len(noted.remembered) > 100
 
 
 # Launch parameters: plans that were made of other ones are not taken.
@@ -912,169 +617,29 @@ def prepared(monkeypatch):
     return seen
 
 
-def rounds(device, prepared):
-    """Seeds and `KINDS`, which take turns; from the second turn on everything has to be remembered."""
-    # The interpreter remembers nothing: there the tests show that they can be passed.
-    for seed, kind in enumerate(KINDS * 3 if device.type == "cuda" else KINDS[::3]):
-        prepared.clear()
-        yield seed, *kind
-        if seed >= len(KINDS):
-            assert not prepared
-
-
 def placed(x: Tensor, device: torch.device, shift: int = 0) -> Tensor:
-    """A copy of the same strides that begins so many elements into its memory."""
-    size = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    """A copy that begins so many elements into its memory."""
     plain = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
-    memory = torch.zeros(size + shift, dtype=plain.dtype, device=device)
-    return memory.as_strided(x.shape, x.stride(), shift).copy_(plain).view(x.dtype)
-
-
-def by_torch():
-    """Within this context tensors on the CPU take the torch reference."""
-    return _enabled("cpu", enabled=False)
-
-
-@pytest.mark.parametrize("rotate", [(0, 0), (64, 16)], ids=["plain", "rotated"])
-def test_append_again(triton_backend, prepared, rotate):
-    store = test_append.store_of(4, *rotate)
-    for seed, dtype, shift in rounds(triton_backend, prepared):
-        new, counters, windows = test_append.arguments(3, 4, dtype=dtype)
-        torch.manual_seed(seed)
-        for x in new:
-            x.normal_()
-        counters[LENGTH] += seed
-        given, count, *held = (placed(x, triton_backend, shift) for x in (new[0], counters, *windows))
-        append(given, placed(new[1], triton_backend, shift), count, held, store)
-        with by_torch():
-            append(*new, counters, windows, store)
-        for a, b in zip((count, *held), (counters, *windows), strict=True):
-            assert torch.equal(test_append.bits(a.cpu()), test_append.bits(b))
-
-
-def test_due_again(triton_backend, prepared):
-    case = test_due.CASES["by the page"]
-    knobs = [case[name] for name in ("sink", "tails", "local", "unit", "most")]
-    for seed, _, shift in rounds(triton_backend, prepared):
-        counters = test_due.counters_of(case["rows"])
-        counters[LENGTH] += seed
-        given = placed(counters, triton_backend, shift)
-        got = due(given, *knobs)
-        with by_torch():
-            expected = due(counters, *knobs)
-        assert torch.equal(given.cpu(), counters)
-        for name in ("count", "new", "index"):
-            for a, b in zip(getattr(got, name), getattr(expected, name), strict=True):
-                assert torch.equal(a.cpu(), b)
-
-
-@pytest.mark.parametrize(
-    ("spec", "side", "rule"),
-    [
-        ("2c16p16+4x8+16x8", "keys", None),
-        ("2c16p16+4x8+16x8", "keys", "k_abs"),
-        ("4c16p16n", "keys", None),
-        ("2t16p16", "values", None),
-        ("8t32p16", "values", None),
-        ("16t1p16", "keys", None),
-    ],
-)
-def test_seal_again(triton_backend, prepared, spec, side, rule):
-    fmt = PageFormat.parse(spec)
-    for seed, dtype, shift in rounds(triton_backend, prepared):
-        parts, *call = test_seal.arguments(spec, side, 32, dtype)
-        torch.manual_seed(seed)
-        call[3].normal_()
-        weight = torch.rand(test_seal.ROWS, test_seal.HEADS, 32) if rule else None
-        call[5] = None if rule else call[5]
-        more = (fmt, side, rule, weight, test_seal.norms(call, spec))
-        expected, got = [x.clone() for x in parts], [placed(x, triton_backend, shift) for x in parts]
-        with by_torch():
-            seal(expected, *call, *more)
-        call, more = (
-            [placed(x, triton_backend, shift) if isinstance(x, Tensor) else x for x in y] for y in (call, more)
-        )
-        seal(got, *call, *more)
-        for name, a, b in zip(fmt.names, got, expected, strict=True):
-            assert test_seal.same(a.cpu(), b), name
-
-
-@pytest.mark.parametrize("name", ["mixed", "two runs"])
-def test_steps_again(triton_backend, prepared, name):
-    """A step but for its attention."""
-    for seed, dtype, shift in rounds(triton_backend, prepared):
-        plan = test_step.plan_of(name, dtype=dtype, rows=2)
-        buffer, expected = test_step.make(plan, CPU, starts=(seed, 3))
-        # Far enough for what has eight bytes.
-        got = views_of_buffer(placed(buffer, triton_backend, 8 * shift), plan)
-
-        def step(state, device, q, k, v, plan=plan, shift=shift):
-            q, k, v = (placed(x, device, shift) for x in (q, k, v))
-            advance(k, v, state, plan)
-            if plan.query:
-                observe(q, state.sums, state.counts, state.sealed, state.weight)
-            seal_due(state, plan, k.shape[2])
-
-        for at, count in enumerate((16, 3, 3)):
-            new = test_step.tokens(10 * seed + at, count, plan, CPU, dtype)
-            step(got, triton_backend, *new)
-            with by_torch():
-                step(expected, CPU, *new)
-            names = ("new", "sealed", "flag")
-            assert all(torch.equal(getattr(got, own).cpu(), getattr(expected, own)) for own in names)
-            assert count == 16 or not expected.flag
-        for state in (got, expected):
-            settle(state, plan)
-        assert expected.counters[RUNS:].any()
-        test_step.compare(expected, got, plan)
-
-
-CASES = {
-    "a run": Case(
-        runs="2c32p32/2t64p32", heads=1, pages=2, tail=(40, 40), lengths=[4 + 32 + 17, 7], keys=[[32], [0]],
-        values=[[40], [0]],
-    ),
-    "two runs": Case(
-        runs="8t64p32/8t64p32|16t64p32/16t64p32", heads=1, pages=2, lengths=[4 + 60 + 20, 4 + 32 + 3],
-        keys=[[40, 20], [0, 32]], values=[[40, 20], [0, 32]],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_decode_again(triton_backend, prepared, name):
-    """Without anything, with a mask, with sinks and with both."""
-    for seed, dtype, shift in rounds(triton_backend, prepared):
-        layer = build(dataclasses.replace(CASES[name], dtype=dtype), seed)
-        q, counters, *windows = (placed(x, triton_backend, shift) for x in (layer.q, layer.counters, *layer.windows))
-        runs = [x.to(triton_backend) for x in layer.runs]
-        mask = torch.rand(2, 1, 1, 90) > 0.4
-        sinks = torch.randn(q.shape[1]).mul(4).to(dtype)
-        asked = [(mask, sinks), (None, None)]
-        asked += [(mask, None), (None, sinks)] if triton_backend.type == "cuda" else []
-        for own in asked:
-            given = [None if x is None else placed(x, triton_backend, shift) for x in own]
-            got = decode_attention(q, counters, windows, runs, *given, 0.125, 0.0, layer.case.store)
-            assert got.dtype == dtype
-            exact, plain = (attend(layer, kind, 0.125, *own) for kind in (torch.float64, dtype))
-            assert_as_good_as_torch(got, exact, plain)
+    memory = torch.zeros(x.numel() + shift, dtype=plain.dtype, device=device)
+    return memory[shift:].view(x.shape).copy_(plain).view(x.dtype)
 
 
 class Work:
     """New tokens and attention to others, in memory that is filled anew time after time."""
 
-    def __init__(self, device):
-        self.case, self.store = dataclasses.replace(CASES["a run"], dtype=BF16), test_append.store_of(4, 64, 16)
-        self.device, self.memory = device, [placed(x, device) for x in self.tensors(0)]
+    def __init__(self, device, dtype=BF16, shift=0, seed=0):
+        self.case, self.store = dataclasses.replace(CASE, dtype=dtype), test_append.store_of(4, 64, 16)
+        self.device, self.dtype = device, dtype
+        self.memory = [placed(x, device, shift) for x in self.tensors(seed)]
 
     def tensors(self, seed):
         self.layer = build(self.case, seed)
-        new, counters, windows = test_append.arguments(3, 4, dtype=BF16)
+        new, counters, windows = test_append.arguments(3, 4, dtype=self.dtype)
         for x in new:
             x.normal_()
         counters[LENGTH] += seed
         self.expected = [counters.clone(), *(x.clone() for x in windows)]
-        with by_torch():
+        with _enabled("cpu", enabled=False):
             append(*new, self.expected[0], self.expected[1:], self.store)
         return [*new, counters, *windows, self.layer.q, self.layer.counters, *self.layer.windows, *self.layer.runs]
 
@@ -1094,8 +659,23 @@ class Work:
     def check(self, out):
         for a, b in zip(self.memory[2:], self.expected, strict=False):
             assert torch.equal(test_append.bits(a.cpu()), test_append.bits(b))
-        exact, plain = (attend(self.layer, kind, 0.125) for kind in (torch.float64, BF16))
+        exact, plain = (attend(self.layer, kind, 0.125) for kind in (torch.float64, self.dtype))
         assert_as_good_as_torch(out, exact, plain)
+
+
+CASE = Case(
+    runs="2c32p32/2t64p32", heads=1, pages=2, tail=(40, 40), lengths=[4 + 32 + 17, 7], keys=[[32], [0]],
+    values=[[40], [0]],
+)  # fmt: skip
+
+
+def test_every_alignment_and_dtype_has_a_variant(triton_backend, prepared):
+    """They take turns; from the second turn on everything is remembered, but under the interpreter."""
+    for seed, kind in enumerate(KINDS * 3 if triton_backend.type == "cuda" else KINDS[::3]):
+        prepared.clear()
+        work = Work(triton_backend, *kind, seed)
+        work.check(work.do())
+        assert seed < len(KINDS) or not prepared
 
 
 @pytest.fixture

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -66,28 +62,3 @@ def test_what_was_counted_fits():
         # that, and so are MixKVQ's where there are 100 KB.
         large = row["presets"] == ["full"] or (row["presets"] == ["mixkvq"] and limits.shared == 100 << 10)
         assert row["kernel"] != "decode_kernel" or fit >= (5 if large else 8), row
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("gpu", [80, 89, 120])
-def test_what_is_compiled_fits(tmp_path, gpu):
-    """Of one format anew: the counts above are of an earlier day."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"HFKVQ_TUNING": str(tmp_path / "none.json"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    file = tmp_path / "found.json"
-    command = [sys.executable, str(ROOT / "evals" / "resources.py"), "--gpus", str(gpu), "--presets", "kivi-2"]
-    subprocess.run([*command, "--json", str(file)], check=True, env=env, cwd=ROOT, capture_output=True)
-    found = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    assert all(row["programs"] >= row.get("planned", 1) for row in found), found
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_what_fails_to_compile_is_said(tmp_path):
-    """By the process that was waiting for it."""
-    command = [sys.executable, str(ROOT / "evals" / "resources.py"), "--gpus", "77", "--json", str(tmp_path / "none")]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode
-    assert "KeyError: 77" in done.stderr

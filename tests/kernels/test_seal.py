@@ -175,6 +175,7 @@ def adverse(x, kind):
 KINDS = ["outliers", "constant", "offset", "subnormal", "zeros", "huge", "bad"]
 
 
+@pytest.mark.interpreted("2c32p32+4x8+16x8", "2t24p8", "8t32p32", "4c16p32nf4", "4t32p32f2")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("spec", "side", "head_dim"), ADVERSE)
 def test_kernel_is_reference_on_adverse_data(triton_backend, spec, side, head_dim, kind):
@@ -231,6 +232,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.interpreted("2c32p32+4x8", "4c32p32+16x8", "2c16p16+4x24", "2c32p32n+4x8+16x8", "2c32p64f4+4x8")
 @pytest.mark.parametrize(("choose", "weigh"), [("k_abs", False), ("k_abs", True), ("variance", False), ("error", True)])
 @pytest.mark.parametrize(("spec", "head_dim"), CHOSEN)
 def test_chosen_channels_are_those_of_the_rule(backend, spec, head_dim, choose, weigh):
@@ -373,7 +375,6 @@ CHECKED = ("2c32p64+4x20+16x5", "2c32p64", "4t16p40", "2c32p64n+4x20")
     ("backend", "spec"),
     [
         *(("reference", spec) for spec in CHECKED),
-        ("interpret", "2c32p64n+4x20"),
         *(pytest.param("cuda", spec, marks=pytest.mark.gpu) for spec in CHECKED),
     ],
     indirect=["backend"],

@@ -9,7 +9,6 @@ from lm_eval.models.huggingface import HFLM
 from transformers.cache_utils import DynamicCache
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.caches import get_preset
 from hfkvq.lm_eval.model import HFKVQ
 from hfkvq.measure.reference import load_reference, reference_path
 
@@ -313,55 +312,6 @@ def test_answers_kept_by_lm_eval_are_refused(make, tmp_path):
 
     with pytest.raises(ValueError, match="use_cache: lm-eval keeps answers by their prompts alone"):
         CachingLM(make(scheme="full"), str(tmp_path / "answers.db"))
-
-
-def test_use_changes_the_scheme(make):
-    lm = make(scheme="full")
-    text = sentences(2, 24)
-    full = score(lm, [(one, " dog") for one in text])
-    lm.use("kitty", **{name: value for name, value in KITTY.items() if name != "scheme"})
-    assert score(lm, [(one, " dog") for one in text]) != full
-    with pytest.raises(ValueError, match="knob of 'mixkvq'"):
-        lm.use("kitty", tau_int4=1.0)
-    with pytest.raises(ValueError, match="'speed' is unknown"):
-        lm.use("kitty", speed=1.0)
-    assert lm.cache_arguments.name == "kitty"
-    lm.use("full")
-    assert score(lm, [(one, " dog") for one in text]) == full
-
-
-def test_layers_and_files(make, tmp_path):
-    """Tuned presets are schemes like others, and are described in the results."""
-    knobs = {name: value for name, value in KITTY.items() if name != "scheme"}
-    path = tmp_path / "tuned.json"
-    get_preset("kitty", {"0": "full"}, **knobs).save(path)
-    many = pairs(1)
-    by_file, by_hand = make(scheme=str(path)), make(**KITTY, layers={"0": "full"})
-    assert score(by_file, many) == score(by_hand, many) != score(make(**KITTY), many)
-    described = by_hand.get_model_info()["kvq"]["scheme"]
-    assert described["layers"]["0"]["scheme"] == "full"
-    assert get_preset(described) == get_preset(path)
-
-
-def test_batch_size_auto(make, monkeypatch):
-    """Tried with the cache; what does not fit is halved."""
-    lm = make(**KITTY, batch_size="auto", max_batch_size=8)
-    stock, tried = lm.model.forward, []
-
-    def forward(*args, **kwargs):
-        rows = kwargs["input_ids"].shape[0]
-        tried.append(rows)
-        if rows > 2:
-            raise RuntimeError("CUDA out of memory.")
-        return stock(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(lm.model, "forward", forward)
-        found = score(lm, pairs(2))
-    assert tried[0] == 8
-    # Once it fits, nothing larger is tried.
-    assert max(tried[tried.index(2) :]) == 2
-    close(found, score(make(**KITTY, batch_size=2), pairs(2)), 2e-3)
 
 
 # peft asks Transformers for names that are on their way out.

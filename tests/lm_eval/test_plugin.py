@@ -87,24 +87,6 @@ def test_registered_once():
     assert "hf" in model_registry
 
 
-def test_finder_waits_for_one_module_and_leaves(monkeypatch):
-    start = load_start()
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    monkeypatch.delitem(sys.modules, "lm_eval.models")
-    start.install()
-    start.install()
-    assert sys.meta_path.count(start.Finder) == 1
-    assert start.Finder.find_spec("json") is None
-    assert start.Finder in sys.meta_path
-    registered = []
-    monkeypatch.setattr(start, "register", lambda: registered.append(True))
-    spec = start.Finder.find_spec("lm_eval.models")
-    assert start.Finder not in sys.meta_path
-    assert not registered
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert registered
-
-
 def test_start_files_name_the_module():
     """One line each: what interpreters before 3.15 read, and what later ones do."""
     assert (START / "hfkvq_lm_eval.pth").read_text() == "import _hfkvq_lm_eval; _hfkvq_lm_eval.install()\n"

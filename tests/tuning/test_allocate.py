@@ -10,7 +10,7 @@ import pytest
 
 from hfkvq.caches import BitTable
 from hfkvq.caches.tags.bit_table import Origin
-from hfkvq.tuning import Sensitivity, allocate, make_table, sweep
+from hfkvq.tuning import Sensitivity, allocate, make_table
 from hfkvq.tuning.allocation import Choice, allocate_exact, allocate_greedy
 
 INST, USER, OBS, OLD = "older|text|inst", "current|text|user", "current|text|obs", "older|text|obs"
@@ -77,10 +77,6 @@ def test_what_gains_nothing_costs_nothing():
     assert allocate_exact([Choice(1, 8), Choice(1, 2)], 8) == [False, True]
 
 
-def test_tags_without_tokens_drop_out():
-    assert allocate({INST: (1, 0), OBS: (9, 0)}, {INST: 5, OBS: 0}, 4) == {INST: 4}
-
-
 def test_twenty_two_tags_are_enumerated_and_more_are_not():
     choices = [Choice(float(k % 7 + 1), float(k % 5 + 1)) for k in range(22)]
     gain, _ = value(choices, allocate_exact(choices, 20))
@@ -93,41 +89,15 @@ def test_twenty_two_tags_are_enumerated_and_more_are_not():
         allocate_exact([*choices, Choice(1, 1)], 20)
 
 
-def many(count):
-    tags = [f"{t}|text|{s}" for t in ("older", "turn_m2", "turn_m1", "current")
-            for s in ("inst", "user", "assistant", "reasoning", "tool_call", "obs", "delim")]  # fmt: skip
-    return tags[:count]
-
-
-def test_more_than_22_tags_are_allocated_greedily():
-    tags = many(24)
-    distortion, counts = {tag: (k + 1.0, 0.0) for k, tag in enumerate(tags)}, dict.fromkeys(tags, 10)
-    bits = allocate(distortion, counts, 3)
-    assert [bits[tag] for tag in tags] == [2] * 12 + [4] * 12
-
-
 @pytest.mark.parametrize("budget", [1.9, 4.1, float("nan")])
 def test_budget_out_of_range(budget):
     with pytest.raises(ValueError, match=r"budget: got .*, allowed 2 to 4 bits"):
         allocate({INST: (1, 0)}, {INST: 1}, budget)
 
 
-def test_nothing_to_allocate():
-    with pytest.raises(ValueError, match="counts: no tag has a token"):
-        allocate({INST: (1, 0)}, {INST: 0}, 3)
-
-
 FOUR = Sensitivity(
     {INST: (9.0, 1.0), USER: (7.0, 1.0), OBS: (3.0, 1.0), OLD: (1.5, 1.0)}, {INST: 10, USER: 10, OBS: 40, OLD: 40}
 )
-
-
-def test_sweep_spends_up_to_the_budget():
-    points = sweep(FOUR, [2, 2.2, 2.4, 3.2, 4])
-    assert [point.bits for point in points] == [2, 2.2, 2.4, 3.2, 4]
-    assert [point.narrow for point in points] == pytest.approx([1, 0.9, 0.8, 0.4, 0])
-    assert [point.distortion for point in points] == [20.5, 12.5, 6.5, 4.5, 4]
-    assert points[2].table.bits == {INST: 4, USER: 4, OBS: 2, OLD: 2}
 
 
 def test_an_axis_left_out_of_account():
@@ -168,17 +138,3 @@ def test_damaged_files(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(ValueError, match=message):
         Sensitivity.load(path)
-
-
-@pytest.mark.parametrize(
-    ("distortion", "counts", "message"),
-    [
-        ({INST: (1, 0)}, {}, "counts: must have the same tags as distortion; only one of them has older|text|inst"),
-        ({INST: (float("nan"), 0)}, {INST: 1}, "allowed finite numbers"),
-        ({INST: (1, 0)}, {INST: -1}, "allowed finite numbers"),
-        ({"older|text|nothing": (1, 0)}, {"older|text|nothing": 1}, "tag: got"),
-    ],
-)
-def test_numbers_that_cannot_be_allocated(distortion, counts, message):
-    with pytest.raises(ValueError, match=message):
-        Sensitivity(distortion, counts)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hfkvq.caches import BitTable
-from hfkvq.caches.tags import TAGS, parse_tag
+from hfkvq.caches.tags import parse_tag
 from hfkvq.kernels.pages import PageFormat
-from hfkvq.measure.capture import Capture, capture, compressed_layers, quantized, spread_layers
+from hfkvq.measure.capture import Capture, capture, compressed_layers, quantized
 from hfkvq.tuning import Conversation, Sensitivity, calibrate, load_conversations, parse_conversation
-from hfkvq.tuning.calibration import aggregate, count_tokens, distortion
+from hfkvq.tuning.calibration import aggregate, distortion
 from hfkvq.tuning.conversations import data_hash, make_request
 from tests.caches.models import build, prompt
 from tests.command import assert_refused, invoke
@@ -84,15 +84,6 @@ def test_distortion_by_hand():
     assert distortion(captured, torch.tensor([0]), exact, 2, 8).item() == 0
 
 
-def test_distortion_is_the_mean_over_positions():
-    """Of two queries the first comes before the token that is quantized."""
-    keys, values = torch.zeros(1, 2, 8), torch.zeros(1, 2, 8)
-    values[0, 1] = torch.tensor([0, 0.4, 3, 3, 3, 3, 3, 3])
-    captured = Capture(torch.zeros(1, 2, 8), keys, values, 1.0)
-    exact = captured.attend(keys, values)
-    assert distortion(captured, torch.tensor([1]), exact, 2, 8).item() == pytest.approx(0.02, rel=1e-3)
-
-
 def test_keys_of_int2_share_scales_along_tokens_and_int4_along_channels():
     """An outlier channel costs 2-bit keys nothing in other channels, 4-bit ones their resolution."""
     keys = torch.rand(1, 8, 8)
@@ -117,13 +108,6 @@ def test_only_the_tokens_asked_for_are_quantized():
 
 
 # N_k.
-
-
-def test_counts_are_sums_and_the_median_of_shared_instructions():
-    counts = {INST: [10, 30, 20], OBS: [1, 2, 3], USER: [7, 0]}
-    assert count_tokens(counts) == {INST: 20, OBS: 6, USER: 7}
-    assert count_tokens(counts, shared_inst=False) == {INST: 60, OBS: 6, USER: 7}
-    assert count_tokens({INST: [0, 10, 20]})[INST] == 15
 
 
 # Capture.
@@ -156,32 +140,7 @@ def test_replay_is_what_the_model_computes(family):
         handle.remove()
 
 
-def test_capture_keeps_the_new_queries_only():
-    (captured,) = capture(build("llama"), prompt(1, 40)[0].tolist(), [1], first_query=33)
-    assert (captured.query.shape, captured.keys.shape) == ((4, 7, 32), (2, 40, 32))
-
-
-def test_layers_are_evenly_spread():
-    assert spread_layers(range(8), 3) == [0, 4, 7]
-    assert spread_layers(range(36), 6) == [0, 7, 14, 21, 28, 35]
-    assert spread_layers([3, 7], 6) == [3, 7]
-    assert spread_layers(range(9), 1) == [4]
-    with pytest.raises(ValueError, match="layers: got 0, allowed 1 or more"):
-        spread_layers(range(4), 0)
-
-
 # Conversations.
-
-
-def test_a_request_ends_before_the_last_answer():
-    tokenizer = WordTokenizer()
-    request = make_request(talk("a b", "c", "d", "e", "f"), tokenizer)
-    words = {number: word for word, number in tokenizer.words.items()}
-    assert [words[i] for i in request.ids] == "user a b . assistant c . user d . assistant".split()
-    # What the first answer ended with was there already.
-    assert [words[i] for i in request.ids[request.first_new :]] == "user d . assistant".split()
-    assert make_request(talk("a b", "c"), tokenizer).first_new == 0
-    assert make_request(talk("a"), tokenizer) is None
 
 
 @pytest.mark.parametrize(
@@ -195,15 +154,6 @@ def test_a_request_ends_before_the_last_answer():
 def test_forms_of_conversations(line):
     assert parse_conversation(line) == Conversation(({"role": "user", "content": "a"},), ({"name": "t"},))
     assert parse_conversation(next(iter(line.values()))).tools is None
-
-
-def test_arguments_in_strings_are_parsed():
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    odd = {"type": "function", "function": {"name": "f", "arguments": "x=1"}}
-    message = {"role": "assistant", "content": None, "tool_calls": [call, odd]}
-    (got,) = parse_conversation([message]).messages
-    assert got["content"] == ""
-    assert [x["function"]["arguments"] for x in got["tool_calls"]] == [{"x": 1}, "x=1"]
 
 
 @pytest.mark.parametrize(
@@ -250,38 +200,6 @@ def test_calibrate_measures_each_tag_in_each_request():
     assert found.origin.data == data_hash(talks) != data_hash(talks[:1])
     # Measured at every position, first tokens matter more.
     assert calibrate(model, tokenizer, talks, tagger=EvenIsObs(), group_size=8, all_queries=True) != found
-
-
-def test_a_tag_that_a_request_lacks_counts_as_nothing_there():
-    class FirstIsInst(EvenIsObs):
-        def tag(self, ids, mask=None):
-            tags = torch.full_like(ids, parse_tag(USER), dtype=torch.uint8)
-            return tags if ids.shape[1] < 12 else tags.index_fill(1, torch.arange(3), TAGS.index(INST))
-
-    model, tokenizer = build("llama"), WordTokenizer()
-    talks = [talk("a b c d e f g h i j k l m", "n"), talk("a", "b")]
-    both = calibrate(model, tokenizer, talks, tagger=FirstIsInst(), group_size=8)
-    one = calibrate(model, tokenizer, talks[:1], tagger=FirstIsInst(), group_size=8)
-    assert both.distortion[INST][0] == pytest.approx(one.distortion[INST][0] / 2)
-    assert both.counts[INST] == one.counts[INST] == 3
-
-
-def test_data_without_an_answer():
-    talks = [talk("a"), Conversation(({"role": "assistant", "content": "hello"}, {"role": "user", "content": "a"}))]
-    with pytest.raises(ValueError, match=r"data: none of the 2 conversations has an assistant's turn"):
-        calibrate(build("llama"), WordTokenizer(), talks, tagger=EvenIsObs())
-
-
-def test_requests_that_are_too_long():
-    talks = [talk("a b c", "d")]
-    with pytest.raises(ValueError, match="max_tokens: got 3, but the shortest request has 6 tokens"):
-        calibrate(build("llama"), WordTokenizer(), talks, tagger=EvenIsObs(), max_tokens=3)
-
-
-def test_a_template_that_refuses():
-    talks = [Conversation(({"role": "odd", "content": "a"}, {"role": "assistant", "content": "b"}))]
-    with pytest.raises(ValueError, match="data: the chat template does not take these messages: roles must be even"):
-        calibrate(build("llama"), WordTokenizer(), talks, tagger=EvenIsObs())
 
 
 # The commands, on the reference model.

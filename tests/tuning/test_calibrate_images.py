@@ -9,15 +9,13 @@ import json
 import pytest
 import torch
 
-from hfkvq.caches import TriAxialCache
 from hfkvq.caches.tags import TAGS, Tagger
-from hfkvq.measure.capture import Capture, capture
-from hfkvq.tuning import Conversation, Sensitivity, calibrate, parse_conversation
-from hfkvq.tuning.conversations import data_hash, make_request
-from tests.caches.chats import byte_tokenizer
-from tests.caches.vision import FAMILIES, build, film, picture, says
+from hfkvq.measure.capture import Capture
+from hfkvq.tuning import Sensitivity, calibrate, parse_conversation
+from hfkvq.tuning.conversations import make_request
+from tests.caches.vision import build, picture
 from tests.caches.vision import processor as processor_of
-from tests.command import assert_refused, invoke
+from tests.command import invoke
 
 IMAGE = "current|image|user"
 TOKENS = 4
@@ -77,79 +75,12 @@ def test_what_is_measured_is_the_pixels(processor, model):
     assert other.distortion[IMAGE] != found.distortion[IMAGE]
 
 
-def test_keys_are_those_of_a_forward_with_pixels(processor, model):
-    request = make_request(talk(), processor)
-    captured = capture(model, request.ids, [0, 1], 0, request.inputs)
-    with torch.no_grad():
-        whole = model(
-            input_ids=torch.tensor([request.ids]), use_cache=True, output_attentions=False, **request.inputs
-        ).past_key_values
-    for one, layer in zip(captured, whole.layers, strict=True):
-        assert torch.allclose(one.keys, layer.keys[0], atol=1e-5)
-
-
 def test_a_tokenizer_alone_is_refused(processor, model):
     with pytest.raises(ValueError, match="pass the model's processor"):
         calibrate(model, processor.tokenizer, [talk()])
 
 
-def test_a_processor_serves_conversations_of_text(processor):
-    words = Conversation(({"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}))
-    assert make_request(words, processor) == make_request(words, processor.tokenizer)
-    assert make_request(words, processor).inputs == {}
-
-
-def test_pictures_that_are_no_files_have_one_hash():
-    def shown(seed):
-        return Conversation((says("user", picture(seed)),))
-
-    assert data_hash([shown(0)]) == data_hash([shown(0)]) != data_hash([shown(1)])
-
-
-def test_placeholders_of_the_config_are_images(processor, model):
-    """Whatever the chat format, and without one."""
-    ids = torch.tensor([[5, model.config.image_token_id, model.config.video_token_id, 6]])
-    tokenizer = byte_tokenizer("qwen3", None)
-    assert {TAGS[tag] for tag in Tagger.from_tokenizer(tokenizer).tag(ids)[0].tolist()} == {"current|text|user"}
-    cache = TriAxialCache(model, tokenizer, attach=False, group_size=8)
-    tags = [TAGS[tag] for tag in cache.tokens.tagger.tag(ids)[0].tolist()]
-    assert tags == ["current|text|user", IMAGE, IMAGE, "current|text|user"]
-    named = Tagger.from_tokenizer(tokenizer, "chatml", config=model.config).tag(ids)[0]
-    assert [TAGS[tag].split("|")[1] for tag in named.tolist()] == ["text", "image", "image", "text"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_measured(family):
-    """Several images, in an older turn too, and a video where the family takes one."""
-    new = ["c", picture(1), *([film(1)] if FAMILIES[family][4] else [])]
-    messages = (says("user", "a", picture(0)), says("assistant", "b"), says("user", *new), says("assistant", "d"))
-    found = calibrate(build(family), processor_of(family), [Conversation(messages)], layers=2)
-    assert found.counts["turn_m1|image|user"] >= 4
-    assert found.counts[IMAGE] >= 4 * (1 + 2 * FAMILIES[family][4])
-    assert all(found.distortion[tag][0] > 0 for tag in found.counts if "|image|" in tag)
-
-
 # Bad input.
-
-
-def test_a_processor_that_expands_no_images_is_refused(processor, model, monkeypatch):
-    """Before anything is measured."""
-    monkeypatch.setattr(type(processor), "replace_image_token", lambda self, *args, **kwargs: self.image_token)
-    with pytest.raises(ValueError, match=r"got 1 placeholders .* shown, 1, need 4: they were not expanded"):
-        calibrate(model, processor, [talk()])
-
-
-def test_a_processor_that_makes_no_pixels_is_refused(processor, model, monkeypatch):
-    plain = processor.tokenizer.apply_chat_template
-    monkeypatch.setattr(type(processor), "apply_chat_template", lambda self, *args, **kwargs: plain(*args, **kwargs))
-    with pytest.raises(ValueError, match=r"shows 1 images or videos, of which .* made 1 placeholders and no pixels"):
-        calibrate(model, processor, [talk()])
-
-
-def test_a_picture_that_is_no_file_is_refused(processor, model):
-    shown = {"role": "user", "content": [{"type": "image", "path": "/nowhere/picture.png"}]}
-    with pytest.raises(ValueError, match="nowhere"):
-        calibrate(model, processor, [Conversation((shown, {"role": "assistant", "content": "noise"}))])
 
 
 # The commands, with a model whose processor is loaded without torchvision.
@@ -172,23 +103,6 @@ def test_the_command_measures_pixels(folder):
     # Four by four patches and one for all.
     assert found.counts[IMAGE] == 17
     assert found.distortion[IMAGE][0] > found.distortion[IMAGE][1] > 0
-
-
-def test_the_command_shows_tags_of_images(folder):
-    done = invoke("tag", "--tokenizer", folder, "--messages", folder / "talk.jsonl", "--json")
-    assert done.exit_code == 0, done.output
-    (one,) = json.loads(done.output)["conversations"]
-    assert one["counts"][IMAGE] == 17
-    text = folder / "text.jsonl"
-    text.write_text(json.dumps(messages()[:2]) + "\n", encoding="utf-8")
-    plain = invoke("tag", "--tokenizer", folder, "--messages", text, "--json")
-    assert not any("|image|" in tag for tag in json.loads(plain.output)["conversations"][0]["counts"])
-
-
-def test_the_command_wants_a_processor_for_images(folder, tmp_path):
-    byte_tokenizer("qwen3", processor_of("llava").chat_template).save_pretrained(tmp_path)
-    done = invoke("tag", "--tokenizer", tmp_path, "--messages", folder / "talk.jsonl")
-    assert_refused(done, "pass the model's processor")
 
 
 def test_tokens_of_an_image_may_see_each_other():

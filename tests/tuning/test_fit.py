@@ -14,15 +14,12 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 from transformers import Gemma3ForCausalLM as Gemma3
 
-from evals.families import build as build_family
 from evals.shapes import get_config
-from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes
+from hfkvq import MixedKVCache, TriAxialCache, get_scheme
 from hfkvq.caches import get_preset
 from hfkvq.caches.layer_state.tags import TokenRecord
 from hfkvq.caches.layers.memory import held_bytes
@@ -32,9 +29,9 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.measure.models.outline import outline
 from hfkvq.measure.reference import load_reference
 from hfkvq.sizes import parse_size
-from hfkvq.tuning.fit import cache_bytes, fits, layer, plan, weights_of
-from hfkvq.tuning.fit.compute import presets_for
+from hfkvq.tuning.fit import cache_bytes, fits, layer, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
+from tests.caches.driver import by_layout
 from tests.caches.graph_recorder import captured  # noqa: F401
 from tests.command import assert_refused, invoke
 
@@ -106,27 +103,21 @@ def made(model, name, reader, **options):
     return MixedKVCache(model, name, **options)
 
 
-# Each scheme under one name.
-NAMES = [
-    name
-    for scheme, name in {x: name for name, x in list_schemes().items() if not x.latents}.items()
-    if "r1" not in name
-]
+@pytest.mark.parametrize("name", by_layout())
+def test_a_filled_cache_holds_what_was_computed(tiny, reader, name):
+    for prompt, generated, chunk in ((161, 8, None), (420, 0, 90)):
+        generated = 0 if get_scheme(name).evicts else generated
+        total = held(tiny, made(tiny, name, reader), prompt, generated, chunk)
+        assert total == cache_bytes(TINY, name, prompt + generated, 2, generated=generated, chunk=chunk, graphs=False)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("prompt", "generated", "chunk"), [(1, 0, None), (161, 0, None), (300, 8, None), (420, 0, 90)])
-def test_a_filled_cache_holds_what_was_computed(tiny, reader, name, prompt, generated, chunk):
-    if generated and get_scheme(name).evicts:
-        pytest.skip("tested under a budget")
-    total = held(tiny, made(tiny, name, reader), prompt, generated, chunk)
-    assert total == cache_bytes(TINY, name, prompt + generated, 2, generated=generated, chunk=chunk, graphs=False)
-
-
-# A prompt in one go, and in chunks of two kinds, by turns: presets with as many bytes as another take another one.
+# A prompt in one go, and in chunks.
 @pytest.mark.parametrize(
     ("name", "prompt", "chunk"),
-    [(name, *((397, None), (397, 90), (190, 60))[at % 3]) for at, name in enumerate(NAMES)],
+    [
+        *((name, 190, 60) for name in ("kitty-pro", "kvarn", "arkv", "tova")),
+        *((name, 197, None) for name in ("kivi-2", "mixkvq", "saw-int4", "triaxial")),
+    ],
 )
 def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
     """The layers of a cache are fed as a model does; at the fullest, where a scheme evicts."""
@@ -134,7 +125,7 @@ def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
     kind, evicts = get_preset(name), get_scheme(name).evicts
     if evicts:
         kind = get_scheme(name, budget_tokens=150, window=min(get_scheme(name).window, 64))
-    cache, generated, most = MixedKVCache(config, kind, graphs=False), 200, 0
+    cache, generated, most = MixedKVCache(config, kind, graphs=False), 140, 0
     layer = cache.layers[0]
     step = chunk or prompt
     for size in [min(step, prompt - at) for at in range(0, prompt, step)] + [1] * generated:
@@ -160,8 +151,8 @@ def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
 @pytest.mark.parametrize(
     ("name", "prompt", "chunk"),
     [
-        *((name, 300, None) for name in ("full", "kitty-pro", "kivi-2", "kvarn", "mixkvq", "saw-int4", "arkv-origin")),
-        *((name, 601, 90) for name in ("kitty-pro", "saw-int4", "triaxial", "arkv-origin")),
+        *((name, 300, None) for name in ("kitty-pro", "kivi-2", "saw-int4")),
+        *((name, 601, 90) for name in ("triaxial", "arkv-origin")),
     ],
 )
 def test_buffers_of_captured_steps(captured, tiny, reader, name, prompt, chunk, monkeypatch):  # noqa: F811
@@ -172,35 +163,19 @@ def test_buffers_of_captured_steps(captured, tiny, reader, name, prompt, chunk, 
     assert total == cache_bytes(TINY, name, prompt + 45, 2, generated=45, chunk=chunk, headroom=0.01)
 
 
-def test_headroom(captured, tiny):  # noqa: F811
-    total = held(tiny, MixedKVCache(tiny, "kitty-pro", headroom=1), 300, 2)
-    assert total == cache_bytes(TINY, "kitty-pro", 302, 2, generated=2, headroom=1)
-
-
-def test_headroom_has_a_most(captured, tiny, monkeypatch):  # noqa: F811
-    """However long the context is: by a quarter of 128k tokens a cache would be a quarter larger for hours."""
-    # Bytes of a layer are kept by what they follow from, so another share is asked for here.
-    free = cache_bytes(TINY, "saw-int4", 302, 2, generated=2, headroom=3.9)
-    monkeypatch.setattr(step_buffer, "MOST_HEADROOM", 256)
-    total = held(tiny, MixedKVCache(tiny, "saw-int4", headroom=4), 300, 2)
-    assert total == cache_bytes(TINY, "saw-int4", 302, 2, generated=2, headroom=4) < free
-    assert total == cache_bytes(TINY, "saw-int4", 302, 2, generated=2, headroom=0.86)
-
-
-def test_narrow_tokens():
-    found = [cache_bytes(TINY, "triaxial", 2000, chunk=500, narrow=share, graphs=False) for share in (1, 0.5, 0)]
-    assert found == sorted(set(found))
-
-
-@pytest.mark.parametrize("name", ["kitty", "kivi-2", "int4"])
-@pytest.mark.parametrize("prompt", [127, 128, 129, 159, 160, 287, 288, 289, 416])
+@pytest.mark.parametrize("name", ["kitty", "int4"])
+@pytest.mark.parametrize("prompt", [1, 127, 128, 129, 159, 160])
 def test_around_the_borders_of_pages(tiny, reader, name, prompt):
     assert held(tiny, made(tiny, name, reader), prompt) == cache_bytes(TINY, name, prompt, 2, graphs=False)
 
 
-@pytest.mark.parametrize("name", ["arkv-origin", "arkv-quant", "arkv-window"])
 @pytest.mark.parametrize(
-    "knobs", [{"budget_tokens": 100}, {"budget_bytes": 60_000}, {"budget_tokens": 64, "beta": 0.5}]
+    ("name", "knobs"),
+    [
+        ("arkv-origin", {"budget_tokens": 64, "beta": 0.5}),
+        ("arkv-quant", {"budget_bytes": 60_000}),
+        ("arkv-window", {"budget_tokens": 100}),
+    ],
 )
 def test_a_budget_of_tokens_or_bytes(tiny, name, knobs):
     scheme = get_scheme(name, **knobs)
@@ -218,8 +193,9 @@ def test_a_budget_of_bytes_in_bf16(tiny, name, budget):
         assert total == cache_bytes(TINY, scheme, prompt, 2, torch.bfloat16, graphs=False)
 
 
-@pytest.mark.parametrize("chunk", [None, 90])
-@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "streaming-llm+kitty-pro", "h2o+saw-int4", "tova"])
+@pytest.mark.parametrize(
+    ("name", "chunk"), [("pyramidkv", None), ("streaming-llm+kitty-pro", 90), ("h2o+saw-int4", None), ("tova", 90)]
+)
 def test_long_prompts_under_a_budget_are_those_of_their_last_pieces(name, chunk, monkeypatch):
     """Of millions of tokens only some are simulated, layer by layer."""
     preset = get_preset(name)
@@ -245,21 +221,7 @@ def test_long_prompts_under_a_budget_are_those_of_their_last_pieces(name, chunk,
     assert kind.shortened(Arrival(1500, 40, chunk)) < 900
 
 
-def test_evicting_schemes_are_counted_at_their_fullest(tiny):
-    for knobs in ({"budget_tokens": 100}, {"budget_tokens": 100, "tiers": "quant"}):
-        scheme = get_scheme("arkv", **knobs)
-        cache, most = MixedKVCache(TINY, scheme), 0
-        for i in range(60):
-            most = max(most, held(tiny, cache, 200 if not i else 1, batch=1))
-        assert most <= cache_bytes(TINY, scheme, 260, 1, generated=60, graphs=False)
-
-
-def test_a_preset_with_layers(tiny, reader):
-    preset = get_preset("kitty", {"0": "full", "-1": {"boost_ratio": 0.5}})
-    assert held(tiny, MixedKVCache(TINY, preset), 300) == cache_bytes(TINY, preset, 300, 2, graphs=False)
-
-
-@pytest.mark.parametrize("name", ["kitty-pro", "kivi-4", "saw-int4"])
+@pytest.mark.parametrize("name", ["kitty-pro", "saw-int4"])
 def test_long_contexts_by_the_store_itself_on_the_meta_device(name):
     scheme = get_scheme(name)
     x = torch.empty(2, 8, 131072, 128, dtype=torch.bfloat16, device="meta")
@@ -270,7 +232,7 @@ def test_long_contexts_by_the_store_itself_on_the_meta_device(name):
     assert cache_bytes(QWEN3_8B, name, 131072, 2, graphs=False) == 36 * expected
 
 
-@pytest.mark.parametrize("name", ["kitty", "full", "saw-int4"])
+@pytest.mark.parametrize("name", ["kitty", "saw-int4"])
 def test_sliding_windows(name):
     """A ring of pages, or of 16-bit pages where a window is too short for the scheme's own."""
     config = Gemma3TextConfig(
@@ -286,7 +248,7 @@ def test_sliding_windows(name):
         dtype=torch.float32,
     )
     model = Gemma3(config).eval()
-    for prompt, generated, chunk in ((20, 1, None), (300, 40, None), (601, 1, 90)):
+    for prompt, generated, chunk in ((20, 1, None), (150, 40, None), (241, 1, 90)):
         total = held(model, MixedKVCache(config, name), prompt, generated, chunk)
         options = {"generated": generated, "chunk": chunk}
         assert total == cache_bytes(config, name, prompt + generated, 2, **options, graphs=False)
@@ -307,40 +269,6 @@ def test_latents_and_linear_attention_by_hand():
         assert cache_bytes(hybrid, None, 1000, dtype=dtype) == held + 1000 * 2 * 2 * 256 * dtype.itemsize
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_mixtures_of_experts_in_every_dtype(dtype):
-    """On the meta device experts' products know one dtype alone, in which all models are laid out."""
-    config = Qwen3MoeConfig(**TINY.to_dict() | {"num_experts": 4, "num_experts_per_tok": 2, "model_type": "qwen3_moe"})
-    config.dtype = dtype
-    found = outline(config)
-    assert found.dtype == dtype
-    assert cache_bytes(config, None, 100) == 100 * 2 * 2 * 2 * 64 * dtype.itemsize
-
-
-@torch.no_grad()
-def test_states_of_a_filled_cache():
-    """Of a float32 model, though the config says bf16: convolutions are in the model's dtype."""
-    model = build_family("falcon_h1")
-    model.config.dtype = torch.bfloat16
-    cache = MixedKVCache(model, "saw-int4", graphs=False)
-    model(torch.full((2, 40), 7), past_key_values=cache)
-    assert cache.memory().total == cache_bytes(model.config, "saw-int4", 40, 2, torch.float32, graphs=False)
-
-
-def test_presets_of_latents_are_for_latents():
-    latent = outline(
-        DeepseekConfig(num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=8, n_group=1, topk_group=1)
-    )
-    assert {"latent-4", "latent-8"} <= presets_for(latent).keys()
-    assert not {"latent-4", "latent-8"} & presets_for(outline(LLAMA_31_8B)).keys()
-    with pytest.raises(ValueError, match="latent-4: it is for models with latent attention"):
-        presets_for(outline(LLAMA_31_8B), "latent-4")
-    # Two layers of 512 codes of 4 bits and 64 of 8, two numbers of a latent and one of a rotary part; 160 tokens whole.
-    long, short = (cache_bytes(latent.config, "latent-4", tokens + 160, graphs=False) for tokens in (12800, 128))
-    pages = long - short
-    assert pages == pytest.approx(2 * (12800 - 128) * (256 + 4 + 64 + 2), rel=0.02)
-
-
 class TestKnownModels:
     def test_weights_and_bytes_a_token(self):
         for config, parameters, kib in ((LLAMA_31_8B, 8_030_261_248, 128), (QWEN3_8B, 8_190_735_360, 144)):
@@ -355,25 +283,6 @@ class TestKnownModels:
         elements = 131072 * 144 * KIB / 2
         for name, bits in (("kitty-pro", 2.51), ("kitty", 2.38), ("saw-int4", 4.25), ("kivi-2", 3.0)):
             assert cache_bytes(QWEN3_8B, name, 131072) * 8 / elements == pytest.approx(bits, abs=0.03)
-
-    def test_quantized_checkpoints(self):
-        config = QWEN3_8B.to_dict() | {"quantization_config": {"quant_method": "awq", "bits": 4}}
-        model = outline(Qwen3Config(**config))
-        assert model.parameters == 8_190_735_360
-        found = weights_of(model, torch.bfloat16)
-        assert (found.exact, 5.5e9 < found.total < 6.5e9) == (False, True)
-        assert weights_of(model, torch.bfloat16, stored=5_800_000_000).total == 5_800_000_000
-
-    def test_largest_batch_and_context_are_at_the_edge(self):
-        model, weights = outline(QWEN3_8B), weights_of(outline(QWEN3_8B), torch.bfloat16)
-        come = Arrival(0, 0, 2048)
-        found = plan(model, "kitty-pro", "kitty-pro", weights, 24 * GIB, 32768, 1, None, GIB, come)
-        assert found.left > 0
-        again = plan(model, "", "kitty-pro", weights, 24 * GIB, 32768, found.batch, None, GIB, come)
-        more = plan(model, "", "kitty-pro", weights, 24 * GIB, 32768, found.batch + 1, None, GIB, come)
-        assert again.left >= 0 > more.left
-        longer = plan(model, "", "kitty-pro", weights, 24 * GIB, found.context, 1, None, GIB, come)
-        assert longer.left >= 0
 
 
 class TestUse:
@@ -447,9 +356,6 @@ class TestCommand:
     )
     def test_bad_input_has_a_remedy_and_no_traceback(self, arguments, message):
         assert_refused(run(*arguments), message)
-
-    def test_more_tokens_than_positions_if_asked(self):
-        assert run("--context", "4200", "--beyond", "--schemes", "kitty").exit_code == 0
 
     def test_a_config_that_is_no_decoder(self, tmp_path):
         (tmp_path / "config.json").write_text('{"model_type": "t5"}')

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 from transformers import DeepseekV3Config as DeepseekConfig
-from transformers import MistralConfig
 
 from hfkvq.caches import get_preset
 from hfkvq.caches.cache import DEFAULT_SCHEME
@@ -15,7 +14,7 @@ from hfkvq.measure.figures import figure
 from hfkvq.measure.models.outline import outline
 from hfkvq.tuning.fit.compute import presets_for
 from hfkvq.tuning.fit.model import Plan
-from hfkvq.tuning.fit.recommend import Loss, Row, candidates, choose, known_loss, make_rows
+from hfkvq.tuning.fit.recommend import Loss, Row, candidates, choose, known_loss
 from tests.command import assert_refused, flat, invoke
 
 run = partial(invoke, "recommend")
@@ -62,24 +61,6 @@ class TestChoice:
     def test_nothing_fits(self):
         assert choose(ROWS, 7, 0.01) is None
         assert choose(ROWS[:1], None, 0.01) is None
-
-    def test_nothing_unsafe(self):
-        """Also where somebody allows any loss, or nothing else holds so many users."""
-        rows = [
-            row("saw-int4", 9, 20, loss(-1, 0.01, verdict="unsafe")),
-            row("kitty", 6, 24, loss(4, 0.06, verdict="lossy")),
-        ]
-        assert choose(rows, None, 10.0).row.plan.name == "kitty"
-        assert choose(rows, 9, 10.0) is None
-
-    def test_few_windows_are_said_to_be_few(self):
-        found = choose([row("best-3.4", 3, 34, loss(0.6, 0.01, high=2.5))], None, 0.01)
-        assert "its interval reaches to +2.5 %, so these windows are too few" in found.reason
-        assert "too few" not in choose([row("best-3.4", 3, 34, loss(0.6, 0.01, high=0.9))], None, 0.01).reason
-
-    def test_of_unknown_losses_the_most_bits(self):
-        found = choose([row("kivi-2", 6, 24, None)], None, 0.01)
-        assert found.reason == "it fits; losses are not measured"
 
 
 def test_candidates_keep_every_token_once():
@@ -183,24 +164,7 @@ class TestCommand:
         assert_refused(run(*SMALL, *arguments), message, code)
 
 
-def test_a_model_of_which_nothing_is_compressed(tmp_path):
-    sizes = {"hidden_size": 256, "num_attention_heads": 2, "intermediate_size": 256, "num_key_value_heads": 2}
-    MistralConfig(num_hidden_layers=2, vocab_size=64, sliding_window=64, **sizes).save_pretrained(tmp_path)
-    assert_refused(run("--model", tmp_path), "has no layer with only full attention, so nothing is compressed", 1)
-
-
 def test_latents_are_offered_what_attends_to_them():
     config = DeepseekConfig(num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=8, n_group=1, topk_group=1)
     found = presets_for(outline(config), default=candidates())
     assert set(found) == {"bf16", "latent-8", "latent-4", "saw-int4", "saw-int4-kv"}
-
-
-def test_rows_of_latents_have_no_loss():
-    class Done:
-        plans = (Plan("best-4.3", 1, 0, 1, 1, 100),)
-        presets = {"best-4.3": get_preset("best-4.3")}  # noqa: RUF012
-        latents = True
-
-    assert make_rows(Done())[0].loss is None
-    Done.latents = False
-    assert make_rows(Done())[0].loss == known_loss("best-4.3")

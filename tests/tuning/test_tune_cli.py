@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import partial
 from pathlib import Path
@@ -14,9 +13,8 @@ from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import Preset, get_preset
 from hfkvq.measure.divergence import measure
 from hfkvq.measure.reference import load_reference
-from hfkvq.tuning.objectives import Custom, LmEvalTasks, ReferenceTasks, TextKLD, Timed
+from hfkvq.tuning.objectives import Custom, LmEvalTasks, TextKLD
 from hfkvq.tuning.score import Score
-from hfkvq.tuning.search_cli import parse_ranges
 from hfkvq.tuning.study import load_study, tune
 from tests.command import assert_refused, flat, invoke
 
@@ -87,15 +85,6 @@ def test_bad_input(arguments, message):
     assert_refused(run(*arguments, "--device", "cpu"), message)
 
 
-def test_ranges_as_typed():
-    assert parse_ranges(["a=0.1..2", "b=0,32,64", "c=true,false", "d=keys,both"]) == {
-        "a": (0.1, 2),
-        "b": [0, 32, 64],
-        "c": [True, False],
-        "d": ["keys", "both"],
-    }
-
-
 def windows(tokenizer, rows=4, length=160):
     generator = torch.Generator().manual_seed(0)
     return torch.randint(3, len(tokenizer) - 64, (rows, length), generator=generator)
@@ -119,16 +108,6 @@ def test_kld_of_text_is_that_of_measure(subject):
     assert reported[-1][1] == pytest.approx(expected.mean, rel=1e-4)
 
 
-def test_reference_tasks(subject):
-    from hfkvq.measure.demo.prompts import Subject
-
-    objective = ReferenceTasks(Subject("tiny", *subject, True), ("recall-4",), samples=2, batch_size=2)
-    score = objective(get_preset("full"))
-    assert score.samples == 2
-    assert 0 <= score.value <= 1
-    assert score.total_bits > 16
-
-
 def test_lm_eval_tasks(subject):
     from lm_eval.tasks import TaskManager
 
@@ -149,17 +128,6 @@ def test_lm_eval_tasks(subject):
         LmEvalTasks(lm, ["ref_recall:speed"], [0], task_manager=manager)(get_preset("full"))
     with pytest.raises(ValueError, match="tasks, samples: got 0 and 1"):
         LmEvalTasks(lm, [], [0])
-
-
-def test_milliseconds_beside_another_objective(subject):
-    model, _ = subject
-    constant = Custom(lambda preset: Score(preset.scheme.boost_ratio, 3.0), "waste", "minimize")
-    timed = Timed(constant, model, context=40, steps=3)
-    score = timed(get_preset("kitty"))
-    assert (score.value, score.total_bits) == (0.125, 3.0)
-    assert score.milliseconds > 0
-    study = tune("kitty", timed, trials=6, space={"boost_ratio": [0.0, 0.125]}, cost="milliseconds")
-    assert study.pick(max_milliseconds=1e9).score.value == 0.0
 
 
 def test_tables_by_budget():
@@ -186,13 +154,3 @@ def test_default_spaces_are_legal(name):
     space = space_of(scheme)
     assert space
     assert {knob: getattr(scheme, knob) for knob in space} in published(scheme, space) or name in ("arkv",)
-
-
-def test_knobs_that_do_not_go_together_are_passed_over():
-    """A legal value each, but half the channels cannot have 16 bits beside 75 % at 4."""
-    objective = Custom(lambda preset: Score(1.0, 3.0), "x", "minimize")
-    study = tune("mixkvq", objective, trials=8, space={"most_bf16": [0.5], "most_int4": [0.25, 0.75]})
-    assert {point.knobs["most_int4"] for point in study.points()} == {0.25}
-    refused = [trial.user_attrs.get("hfkvq:refused", "") for trial in study.optuna.get_trials()]
-    assert any("shares of the channels" in text for text in refused)
-    assert json.dumps(study.preset_of({"most_bf16": 0.5, "most_int4": 0.25}).to_dict())

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hfkvq.kernels import PageFormat
 from hfkvq.kernels.triton import configs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -47,15 +46,6 @@ def write(path: Path, content: object) -> None:
     configs.reload()
 
 
-def test_key_of_leaves_page_and_raised_channels_out():
-    keys, values = PageFormat.parse("2c128p128+4x16"), PageFormat.parse("2t128p128")
-    assert configs.key_of(keys, values, 128, 8) == KEY
-
-
-def test_a_gpu_without_a_row_has_the_defaults(gpu):
-    assert configs.lookup(GPU, "decode", KEY) == configs.DEFAULTS["decode"]
-
-
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
 def test_every_class_knows_every_knob(gpu, capability):
     gpu("Synthetic", *capability)
@@ -86,19 +76,6 @@ def test_the_interpreter_gets_small_numbers_and_no_file(file):
     write(file, {configs.gpu_key("cpu"): {"decode": {KEY: {"stages": 4}}}})
     knobs = configs.lookup(CPU, "decode", KEY)
     assert (knobs["programs_per_sm"], knobs["stages"]) == (4, 1)
-
-
-def test_lookup_is_cached_and_read_only(gpu, monkeypatch):
-    first = configs.lookup(GPU, "decode", KEY)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: pytest.fail("asked again"))
-    assert configs.lookup(GPU, "decode", KEY) is first
-    with pytest.raises(TypeError):
-        first["stages"] = 1
-
-
-def test_an_unknown_kernel_is_refused():
-    with pytest.raises(ValueError, match="kernel: got 'encode', known decode"):
-        configs.lookup(CPU, "encode", KEY)
 
 
 def test_the_file_wins_over_the_class_for_its_gpu_and_key_alone(gpu, file):
@@ -159,28 +136,6 @@ def test_saving_keeps_what_is_there(gpu, file):
     assert [path.name for path in file.parent.iterdir()] == ["tuning.json"]
 
 
-def test_the_file_lies_in_the_cache_folder_unless_named(monkeypatch, tmp_path):
-    monkeypatch.delenv("HFKVQ_TUNING")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert configs.tuning_file() == tmp_path / "hfkvq" / "tuning.json"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", lambda: tmp_path / "me")
-    assert configs.tuning_file() == tmp_path / "me" / ".cache" / "hfkvq" / "tuning.json"
-
-
-def test_a_user_without_a_home_has_no_file(gpu, monkeypatch):
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("HFKVQ_TUNING")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
-    configs.reload()
-    assert configs.lookup(GPU, "decode", KEY)["stages"] == 5
-    with pytest.raises(ValueError, match="HFKVQ_TUNING"):
-        configs.save(GPU, {})
-
-
 def test_a_candidate_wins_until_it_is_taken_back():
     before, edition = configs.lookup(CPU, "decode", KEY), configs.edition()
     for stages in (7, 3):
@@ -192,27 +147,6 @@ def test_a_candidate_wins_until_it_is_taken_back():
     assert set(configs.ANSWERS) == {(CPU, "decode", KEY), (CPU, "decode", "other")}
     configs.try_out("decode", KEY, None)
     assert configs.lookup(CPU, "decode", KEY) == before
-
-
-def test_what_a_run_found_joins_what_is_shipped():
-    """A run starts from the rows that are there, and another may be of other formats."""
-    from evals.parameters import add
-
-    before = dict(configs.DEFAULTS["decode"])
-
-    def record(key, before, share=0.9, **found):
-        return {
-            "gpu": "Synthetic 9000",
-            "findings": [{"kernel": "decode", "key": key, "before": before, "after": before | found, "share": share}],
-        }
-
-    table = {"8.0": {"decode": {"*": {"stages": 3}}}}
-    assert add(table, record("a", before, stages=7)) == 1
-    assert add(table, record("b", before, step=64)) == 1
-    assert add(table, record("a", before | {"stages": 7}, step=128)) == 1
-    assert add(table, record("a", before | {"stages": 7, "step": 128}, share=1.0)) == 0
-    assert table["8.0"] == {"decode": {"*": {"stages": 3}}}
-    assert table["Synthetic 9000"] == {"decode": {"a": {"stages": 7, "step": 128}, "b": {"step": 64}}}
 
 
 def test_the_shipped_file_has_a_line_for_each_key():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ from hfkvq.caches.store import KVStore
 from hfkvq.kernels.triton import configs
 from hfkvq.measure.bench import kernels
 from hfkvq.measure.bench.cases import Shape
-from hfkvq.measure.bench.kernels import add_speedups, error_of, row_of, self_check
+from hfkvq.measure.bench.kernels import add_speedups, row_of, self_check
 from hfkvq.measure.bench.timing import METHOD, Timing
 from hfkvq.measure.bench.tune import Finding
 from tests.command import assert_refused, flat, invoke, printed
@@ -57,14 +56,6 @@ def record_of(rows: list[dict]) -> kernels.Record:
     }
 
 
-def test_a_line_has_rate_and_share_of_the_copy():
-    row = row_of(Shape(1, 8192), "kitty", "format", timing(2.0), 2_000_000, 4e12, spec="s0")
-    assert row["us"] == pytest.approx({"p20": 1.8, "p50": 2.0, "p80": 2.4})
-    assert row["tb_per_s"] == pytest.approx(1.0)
-    assert row["share_of_copy"] == pytest.approx(0.25)
-    assert kernels.shape_of(row) == Shape(1, 8192)
-
-
 def test_speedup_is_against_the_fastest_unquantized_kernel():
     rows = {row["name"]: row for row in rows_of(Shape(1, 8192), _a="no", _b=30.0, _c=20.0, kitty=10.0, full="full")}
     assert (rows["kitty"]["speedup"], rows["kitty"]["against"]) == (2.0, "_c")
@@ -94,24 +85,7 @@ def test_table_and_comparison():
     assert "slower" in lines["b"]
 
 
-def test_records_in_files(tmp_path: Path):
-    record = record_of(rows_of(Shape(1, 8192), _plain=20.0, kitty=10.0, full="full"))
-    kernels.save(record, tmp_path / "a.json")
-    assert kernels.load(tmp_path / "a.json") == record
-    for content in ("{", "[]", json.dumps({"kind": "something else", "rows": []})):
-        (tmp_path / "b.json").write_text(content, encoding="utf-8")
-        with pytest.raises(ValueError, match="compare: "):
-            kernels.load(tmp_path / "b.json")
-    assert kernels.file_name(tmp_path, "NVIDIA H200").name == "kernels-h200.json"
-
-
 # The self-check.
-
-
-def test_error_is_relative_and_infinite_where_not_finite():
-    x = torch.tensor([3.0, 4.0])
-    assert error_of(1.1 * x, x) == pytest.approx(0.1, rel=1e-5)
-    assert error_of(torch.tensor([3.0, float("nan")]), x) == float("inf")
 
 
 @needs_interpreter
@@ -211,41 +185,6 @@ def test_a_whole_run(pretended_gpu, monkeypatch, tmp_path):
     assert "slower" not in again.output
 
 
-@needs_interpreter
-def test_what_fails_stops_no_other_line(pretended_gpu, monkeypatch, tmp_path):
-    """A format and a whole shape without room; Ctrl-C leaves the rows so far in the file, whole."""
-    fill, data, save, file = kernels.fill, Shape.data, kernels.save, tmp_path / "a.json"
-
-    def full(name, keys, values):
-        if name == "int4":
-            raise torch.OutOfMemoryError("CUDA out of memory.\nMore about it.")
-        return fill(name, keys, values)
-
-    def no_data(shape, device, seed=0):
-        if shape.context == 2048:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return data(shape, device, seed)
-
-    def stop(record, path):
-        save(record, path)
-        if len(record["rows"]) == 4:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(kernels, "self_check", lambda *rest: {"int4": 0.0})
-    monkeypatch.setattr(kernels, "fill", full)
-    monkeypatch.setattr(Shape, "data", no_data)
-    arguments = ["kernels", *SAME, "--sizes", "1x2k,1x200", "--formats", "int4,kivi-4", "--json", str(file)]
-    done = run(*arguments)
-    assert done.exit_code == 1
-    assert done.output.count("CUDA out of memory.") == 3
-    assert done.output.count("1.00x") == 2
-    monkeypatch.setattr(kernels, "save", stop)
-    done = run(*arguments)
-    assert done.exit_code == 130
-    assert "a.json has the figures so far" in flat(done.output)
-    assert [row["name"] for row in kernels.load(file)["rows"]] == ["int4", "kivi-4", "dense", "int4"]
-
-
 def test_tuning_saves_what_it_found(pretended_gpu, monkeypatch, tmp_path):
     before = dict(configs.DEFAULTS["decode"])
     found = Finding("decode", "2c128/2t128,D128,N8", before, {**before, "stages": 3}, 0.9)
@@ -273,24 +212,3 @@ def test_tuning_saves_what_it_found(pretended_gpu, monkeypatch, tmp_path):
     (tmp_path / "tuning.json").unlink()
     assert "the findings until now are in" in flat(run(*arguments).output)
     assert '"stages": 3' in (tmp_path / "tuning.json").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("content", ["[]", None])
-def test_tuning_without_a_place_for_what_it_finds(pretended_gpu, monkeypatch, tmp_path, content):
-    """Refused at once: a search takes minutes."""
-    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", lambda *rest: pytest.fail("searched"))
-    path = tmp_path / "here"
-    path.write_text(content or "", encoding="utf-8")
-    monkeypatch.setenv("HFKVQ_TUNING", str(path if content else path / "tuning.json"))
-    assert_refused(run("tune", *OPTIONS), "HFKVQ_TUNING")
-
-
-def test_tuning_that_finds_no_kernel_or_no_memory(pretended_gpu, monkeypatch):
-    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", lambda *rest: ([], 0))
-    assert_refused(run("tune", *OPTIONS, "--formats", "full"), "no kernel with launch parameters serves full")
-
-    def full(*rest):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", full)
-    assert_refused(run("tune", *OPTIONS), "choose fewer or smaller ones", 1)

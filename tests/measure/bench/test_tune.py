@@ -47,27 +47,9 @@ def test_the_best_of_each_knob_are_tried_together():
     assert said[-1] == f"{KEY} programs_per_sm 6, stages 3"
 
 
-def test_knobs_that_only_help_apart_are_not_joined():
-    def model(knobs):
-        changed = [name for name in START if knobs[name] != START[name]]
-        return [{(): 100.0, ("stages",): 90.0, ("step",): 80.0}.get(tuple(changed), 120.0)]
-
-    found, _ = search(model)
-    assert found.after["stages"] == 5
-    assert found.after["step"] != 0
-    assert found.share == pytest.approx(0.8)
-
-
 def test_less_than_two_per_cent_is_noise():
     found, _ = search(lambda knobs: [99.0 if knobs["step"] == 64 else 100.0])
     assert (found.after, found.share) == (START, 1.0)
-
-
-def test_all_shapes_count_the_same():
-    # Twice as fast where it is short, ten per cent slower where it is long.
-    found, _ = search(lambda knobs: [5.0, 1100.0] if knobs["stages"] == 2 else [10.0, 1000.0])
-    assert found.after["stages"] == 2
-    assert found.share == pytest.approx(0.55**0.5)
 
 
 def test_what_the_gpu_has_no_room_for_is_passed_over():
@@ -78,19 +60,6 @@ def test_what_the_gpu_has_no_room_for_is_passed_over():
 
     found, _ = search(model)
     assert found.after["stages"] == 3
-
-
-def test_a_candidate_that_is_slower_at_first_is_measured_once():
-    asked = []
-
-    def model(knobs):
-        asked.append(dict(knobs))
-        return [100.0 if knobs["stages"] in (5, 3) else 105.0, 100.0 - 40 * (knobs["stages"] == 3)]
-
-    found, _ = search(model)
-    assert found.after["stages"] == 3
-    asked = [knobs["stages"] for knobs in asked]
-    assert [asked.count(stages) for stages in (3, 2, 7)] == [2, 1, 1]
 
 
 @pytest.fixture
@@ -132,16 +101,6 @@ def test_tune_finds_the_variants_that_formats_use(invented):
     assert tune.to_save(findings)["decode"]["kitty"]["step"] == 128
 
 
-def test_tune_ends_in_time(invented, monkeypatch):
-    """With what was found until then."""
-    now = [0.0]
-    monkeypatch.setattr(tune.time, "monotonic", lambda: now[0])
-    findings, variants = tune.tune(
-        ["kitty", "int4"], invented, CPU, minutes=1, keep=lambda found: now.append(now.pop() + 70)
-    )
-    assert ([finding.key for finding in findings], variants) == (["kitty"], 2)
-
-
 def test_variants_of_a_format():
     """Variants are those that a launch takes, and nothing is launched for them."""
     configs.renew()
@@ -153,13 +112,3 @@ def test_variants_of_a_format():
     assert {each.kernel.__name__ for each in compile.attending("int4", prompt, CPU)} == {"gather_pages_kernel"}
     stored = {each.kernel.__name__ for each in compile.storing("int4", prompt, CPU)}
     assert {"seal_token_kernel", "advance_kernel"} <= stored
-
-
-def test_candidates_are_compiled_together(monkeypatch):
-    """Variants of all candidates and formats are compiled in one go, each with its own launch parameters."""
-    given = []
-    monkeypatch.setattr(compile, "compile_all", lambda every, device: given.append(every))
-    monkeypatch.setattr(compile, "attending", lambda name, shape, device: [(name, configs.lookup(CPU, "decode", KEY))])
-    tried = tune.candidates("decode", START)
-    compile.compile_candidates("decode", KEY, tried, ["kitty", "int4"], Shape(1, 64), torch.device("cuda", 0))
-    assert given == [[(name, knobs) for knobs in tried for name in ("kitty", "int4")]]

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from hfkvq import get_scheme, list_schemes
-from hfkvq.caches.cache import DEFAULT_SCHEME
-from hfkvq.caches.schemes.eviction import EvictionScheme
 from hfkvq.measure.demo import Settings, choose_schemes, run_demo
-from hfkvq.measure.demo.answers import answer, answer_lengths, kl_divergence, make_cache, predictions, read_memory
+from hfkvq.measure.demo.answers import answer, kl_divergence, make_cache, predictions, read_memory
 from hfkvq.measure.demo.prompts import Subject, full_name, is_right, load, make_batches
-from hfkvq.measure.demo.report import table
 from hfkvq.measure.reference import evaluation_set
 
 CPU = torch.device("cpu")
@@ -36,22 +31,6 @@ def test_kl_divergence_by_hand() -> None:
     assert kl_divergence(p.log(), p.log()).tolist() == [0.0]
 
 
-def test_kl_divergence_over_many_positions_is_that_of_each() -> None:
-    torch.manual_seed(0)
-    p, q = torch.randn(150, 11), torch.randn(150, 11)
-    found = kl_divergence(p, q)
-    want = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="none").sum(-1)
-    torch.testing.assert_close(found, want.double(), atol=1e-5, rtol=1e-5)
-    assert (found > 0).all()
-
-
-def test_answers_end_with_the_first_end_token() -> None:
-    ids = torch.tensor([[5, 2, 0, 0], [5, 6, 7, 8], [3, 2, 2, 0]])
-    assert answer_lengths(ids, [2]) == [2, 4, 2]
-    assert answer_lengths(ids, [2, 3]) == [2, 4, 1]
-    assert answer_lengths(ids, [None]) == [4, 4, 4]
-
-
 def test_every_distinct_scheme_is_run_once() -> None:
     chosen = choose_schemes(["all"])
     assert set(chosen.values()) == {scheme for scheme in list_schemes().values() if not scheme.latents}
@@ -59,15 +38,6 @@ def test_every_distinct_scheme_is_run_once() -> None:
     assert "kivi-2" in chosen
     assert "kivi" not in chosen
     assert list(choose_schemes(["kivi", "full"])) == ["kivi", "full"]
-
-
-def test_a_quick_look_is_short_and_has_each_kind() -> None:
-    """The control, the default, 2 and 4 bits of papers, and one that evicts."""
-    chosen = choose_schemes()
-    assert len(chosen) <= 6
-    assert {"full", DEFAULT_SCHEME} <= set(chosen)
-    assert {2, 4} <= {fmt.bits for scheme in chosen.values() for fmt in scheme.layout(128, 128).keys.formats}
-    assert any(isinstance(scheme, EvictionScheme) for scheme in chosen.values())
 
 
 @pytest.mark.parametrize("task", ["sums", "recall-", "recall-0", "recall-281", "recall-999999", "tools-3", ""])
@@ -90,11 +60,6 @@ def test_scoring_of_other_models_takes_the_last_number(subject: Subject) -> None
     assert is_right(subject, example, f"<think>1 or 2?</think>The number is {grouped}.<|im_end|>")
     assert not is_right(subject, example, f"{example.answer} or 7")
     assert not is_right(subject, example, "I do not know")
-
-
-def test_prompts_too_long_for_the_model_are_refused(subject: Subject) -> None:
-    with pytest.raises(ValueError, match="4096"):
-        make_batches(subject, "recall-280", 1, 1, 0, 1000)
 
 
 def test_predictions_are_the_logits_of_a_forward_without_cache(subject: Subject) -> None:
@@ -141,30 +106,3 @@ def test_full_is_the_baseline_and_two_bits_on_everything_are_not(subject: Subjec
     assert rows["kivi-2"]["agreement"] < 1.0
     assert all(row["decode_tokens_per_second"] > 0 for row in result["rows"])
     assert result["memory"]["task"] == "tools"
-
-
-@pytest.mark.parametrize(("tokens", "rows"), [(17, 3), (5, 1)])
-def test_the_kl_divergence_is_limited_to_some_rows(subject: Subject, tokens: int, rows: int) -> None:
-    settings = Settings(
-        tasks=("recall-24",), schemes=("int4",), samples=4, batch_size=2, max_new_tokens=6, kl_tokens=tokens
-    )
-    assert run_demo(subject, settings)["rows"][1]["kl_positions"] == rows * 5
-
-
-def test_progress_is_told_before_each_batch(subject: Subject) -> None:
-    tasks = ("recall-8", "arithmetic-2")
-    settings = Settings(tasks=tasks, schemes=("full", "int4"), samples=2, batch_size=1, max_new_tokens=4)
-    told: list[tuple[str, ...]] = []
-    result = run_demo(subject, settings, lambda name, task, share: told.append((name, task)))
-    names = [row["name"] for row in result["rows"]]
-    assert names == ["DynamicCache", "full", "int4"]
-    assert told == [(name, task) for name in names for task in tasks for _ in range(2)]
-    assert all(task["total"] == 2 for row in result["rows"] for task in row["tasks"].values())
-    for wide, most in ((True, 120), (False, 100)):
-        console = Console(width=most, record=True, file=io.StringIO())
-        console.print(table(result, wide))
-        text = console.export_text().splitlines()
-        # Titles take two lines, and a rule.
-        assert len(text) == 3 + len(names)
-        assert "int4" in text[-1]
-        assert ("prompt" in text[1]) == wide

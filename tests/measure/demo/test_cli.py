@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -43,36 +42,6 @@ def test_schemes_are_a_line_each(columns: int) -> None:
     # Nobody has measured it.
     assert found["kvarn-k4v4"][1:4] == ["4.38", "–", "–"]
     assert found["snapkv"][1] == "16.00*"
-
-
-@pytest.mark.parametrize("columns", [79, 120])
-def test_schemes_explains_each_knob(columns: int) -> None:
-    done = invoke("schemes", "kitty-pro:sink_length=4", columns=columns)
-    assert done.exit_code == 0
-    assert max(map(len, done.output.splitlines())) <= columns
-    words = " ".join(done.output.split())
-    for knob in hfkvq.get_scheme("kitty").knobs():
-        assert f" {knob} " in words
-    assert "sink_length 4 S, first tokens kept in full precision. Default 32; allowed: 0 to 1024." in words
-    assert "not measured loss, speed" in words
-    assert 'MixedKVCache(model, "kitty-pro", boost_ratio=0.25)' in words
-    assert "KittyCache(model, boost_ratio=0.25)" in words
-    said = f"perplexity {lost('kitty-pro')} %, KLD {figure('loss', 'kitty-pro')['kld']:.4f} nats"
-    assert said in " ".join(invoke("schemes", "kitty-pro").output.split())
-    assert_refused(invoke("schemes", "kity"), "did you mean 'kitty'")
-    assert_refused(invoke("schemes", "kitty", "--markdown"), "leave the name out")
-
-
-def test_a_page_about_a_scheme_as_json() -> None:
-    item = json.loads(invoke("schemes", "snapkv+kitty-pro", "--json").output)
-    assert item["explained"]["kernel"] | {"about": ""} == {
-        "value": 5,
-        "default": "5",
-        "allowed": "1, 3, 5, 7, 9, 11, 13",
-        "about": "",
-    }
-    assert item["class_name"] == "SnapKVCache"
-    assert item["measured"] == {"loss": None, "steps": None, "attention": None}
 
 
 def test_schemes_as_json() -> None:
@@ -142,13 +111,3 @@ def test_wrong_arguments_are_told_before_any_model_is_loaded(
 ) -> None:
     monkeypatch.setattr("hfkvq.measure.demo.prompts.load_model", lambda *a, **k: pytest.fail("the model was loaded"))
     assert_refused(invoke("demo", *arguments), message)
-
-
-def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    assert_refused(invoke("demo", "--model", str(tmp_path)), "cannot be loaded")
-
-
-def test_a_picture_needs_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
-    assert_refused(invoke("demo", "--png", "a.png"), "hfkvq[plot]")

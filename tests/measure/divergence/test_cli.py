@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import re
 from functools import partial
@@ -89,34 +88,6 @@ def test_ctrl_c(stand_in: Path, text: Path, tmp_path: Path, monkeypatch: pytest.
     assert (part["rows"], part["text"]) == (whole["rows"], whole["text"])
 
 
-def test_several_texts(stand_in: Path, text: Path, tmp_path: Path) -> None:
-    other, saved = tmp_path / "other.txt", tmp_path / "kld.json"
-    other.write_text("Another story, of other things. " * 80, encoding="utf-8")
-    arguments = ["--text", text, "--text", other, "--context", "96", "--windows", "3", "--schemes", "kivi-2"]
-    done = run("--model", stand_in, *arguments, "--device", "cpu", "--json", saved)
-    assert done.exit_code == 0, done.output
-    record = json.loads(saved.read_text(encoding="utf-8"))
-    assert record["text"]["windows"] == {"story.txt": 2, "other.txt": 1}
-    (row,) = record["rows"]
-    parts = [row["texts"][name]["kld"] for name in ("story.txt", "other.txt")]
-    assert (2 * parts[0] + parts[1]) / 3 == pytest.approx(row["kld"]["mean"])
-
-
-def test_the_reference_model_has_a_text_of_its_own() -> None:
-    done = run("--schemes", "kivi-2", "--context", "96", "--prefill", "64", "--windows", "1", "--device", "cpu")
-    assert done.exit_code == 0, done.output
-    assert "32 scored tokens in 1 window of 96 of the reference tasks" in flat(done.output)
-    assert "One window has no confidence intervals" in flat(done.output)
-
-
-def test_a_window_takes_more_tokens_than_the_text_has(stand_in: Path, tmp_path: Path) -> None:
-    short = tmp_path / "short.txt"
-    short.write_text("Too short.", encoding="utf-8")
-    assert_refused(
-        run("--model", str(stand_in), "--text", str(short), "--context", "64"), "but a window needs 64; give more text"
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -153,9 +124,3 @@ def test_models_that_cannot_be_measured(encoder_decoder: Path, stand_in: Path, t
     # 48 does not divide heads of 64.
     done = run("--model", stand_in, "--text", text, "--context", 64, "--schemes", "kivi-2:group_size=48")
     assert_refused(done, "48")
-
-
-def test_missing_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "scipy" else find(name, *a))
-    assert_refused(run(), "hfkvq[eval]")

@@ -6,10 +6,9 @@ import math
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.measure.demo.answers import kl_divergence
 from hfkvq.measure.divergence import Bill, Divergence, Measured, compare_logits, measure
 from hfkvq.measure.divergence.measurement import Stopped
 from tests.caches.models import build, prompt
@@ -46,19 +45,6 @@ def test_compared_by_hand() -> None:
     assert nll_q.tolist() == pytest.approx([math.log(2.0), math.log(1 + math.exp(-1.0))])
     assert agrees.tolist() == [True, True]
     assert not compare_logits(p[:1], -p[:1], torch.tensor([0]))[3].any()
-
-
-def test_comparison_in_pieces_is_the_demos() -> None:
-    p, q = torch.randn(150, 40), torch.randn(150, 40)
-    kld = compare_logits(p, q, torch.zeros(150, dtype=torch.long))[0]
-    torch.testing.assert_close(kld, kl_divergence(p, q).float())
-
-
-def test_tokens_ruled_out_by_both_count_nothing() -> None:
-    p = torch.tensor([[0.0, 0.0, -math.inf]])
-    q = torch.tensor([[math.log(3.0), 0.0, -math.inf]])
-    kld = compare_logits(p, q, torch.tensor([0]))[0]
-    assert float(kld) == pytest.approx(0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25))
 
 
 def test_summaries_by_hand() -> None:
@@ -100,21 +86,6 @@ def test_perplexity_is_that_of_a_plain_forward(model, tokens, measured) -> None:
     torch.testing.assert_close(measured.baseline.nll, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_windows_together_are_as_one_by_one(model, tokens, measured) -> None:
-    for number in range(2):
-        alone = measure(model, tokens[number : number + 1], ["kivi-2"], prefill=PREFILL).schemes[0]
-        together = rows(measured)["kivi-2"]
-        torch.testing.assert_close(together.kld[number], alone.kld[0], rtol=1e-3, atol=1e-5)
-        assert together.bill.code_bits == alone.bill.code_bits
-        assert together.bill.total_bits == pytest.approx(alone.bill.total_bits, rel=0.01)
-
-
-def test_a_baseline_run_again_is_the_same(model, tokens, measured) -> None:
-    again = measure(model, tokens, {"a": get_scheme("kivi-2")}, prefill=PREFILL, batch_size=2, keep_bytes=0)
-    assert torch.equal(again.schemes[0].kld, rows(measured)["kivi-2"].kld)
-    assert torch.equal(again.baseline.nll, measured.baseline.nll)
-
-
 class _Force(LogitsProcessor):
     def __init__(self, tokens: torch.Tensor) -> None:
         self.tokens, self.logits = tokens, []
@@ -152,64 +123,10 @@ def test_attention_is_left_as_it_was(tokens) -> None:
     cache.detach()
 
 
-def test_growing_caches_of_others_go_without_cudnn(model, tokens) -> None:
-    """Also where they take turns with ours, forward by forward (``keep_bytes=0``); never ours, and no prompt."""
-    seen: list[tuple[type, int, bool]] = []
-    enabled = torch.backends.cuda.cudnn_sdp_enabled
-
-    def note(module, args, kwargs):
-        seen.append((type(kwargs["past_key_values"]), kwargs["input_ids"].shape[1], enabled()))
-
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
-    before = enabled()
-    try:
-        for allowed in (True, False):
-            torch.backends.cuda.enable_cudnn_sdp(allowed)
-            for keep in (0, 2**30):
-                seen.clear()
-                measure(model, tokens[:1, :60], ["kivi-2"], prefill=41, chunk=5, keep_bytes=keep)
-                assert enabled() is allowed
-                assert {each for each in seen if each[0] is DynamicCache} == {
-                    (DynamicCache, 40, allowed),
-                    (DynamicCache, 5, False),
-                    (DynamicCache, 4, False),
-                }
-                assert {each for each in seen if each[0] is MixedKVCache} == {
-                    (MixedKVCache, size, allowed) for size in (40, 5, 4)
-                }
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-        handle.remove()
-
-
-def test_cudnn_is_allowed_again_after_a_failure(model, tokens) -> None:
-    def fail(module, args, kwargs):
-        if kwargs["input_ids"].shape[1] == 5:
-            assert not torch.backends.cuda.cudnn_sdp_enabled()
-            raise RuntimeError("no forward")
-
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    handle = model.register_forward_pre_hook(fail, with_kwargs=True)
-    try:
-        torch.backends.cuda.enable_cudnn_sdp(True)
-        with pytest.raises(RuntimeError, match="no forward"):
-            measure(model, tokens[:1, :60], ["kivi-2"], prefill=41, chunk=5)
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-        handle.remove()
-
-
 def test_sliding_windows_and_latent_attention(tokens) -> None:
     for name in ("mistral-sliding", "gemma3", "deepseek-v3"):
         full = measure(build(name), tokens[:1, :60], ["full"], prefill=40).schemes[0]
         assert float(full.kld.max()) < 1e-5
-
-
-def test_progress_is_told(model, tokens) -> None:
-    told: list[tuple[str, float]] = []
-    measure(model, tokens[:2, :40], ["full"], prefill=30, on_progress=lambda *now: told.append(now))
-    assert told == [("DynamicCache", 0.0), ("full", 0.25), ("DynamicCache", 0.5), ("full", 0.75)]
 
 
 def test_ctrl_c_keeps_whole_batches(model, tokens) -> None:

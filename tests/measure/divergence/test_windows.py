@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import types
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 
 from hfkvq import get_scheme
 from hfkvq.measure.divergence.naming import parse_schemes
-from hfkvq.measure.divergence.windows import KINDS, Text, cut, find_texts, hub_documents, read_file, reference_documents
+from hfkvq.measure.divergence.windows import Text, cut, read_file, reference_documents
 
 
 class Letters:
@@ -44,16 +42,6 @@ def test_every_window_begins_as_texts_do() -> None:
     assert found.first_token == ord("^")
 
 
-def test_documents_are_read_as_far_as_needed() -> None:
-    def endless():
-        while True:
-            yield "abcd"
-
-    assert cut([Text("a", endless())], Letters(), 8, 2).tokens.shape == (2, 8)
-    one, other = (cut([Text("a", [text])], Letters(), 4, 1) for text in ("abcd", "abce"))
-    assert one.sha256 != other.sha256
-
-
 def test_texts_share_the_windows_and_take_turns() -> None:
     texts = [Text("small", ["abcdefghi"]), Text("large", ["ABCDEFGHI"])]
     found = cut(texts, Letters(), 2, 5)
@@ -62,13 +50,6 @@ def test_texts_share_the_windows_and_take_turns() -> None:
     # A text gives no more than it has, and only what is asked for is read.
     assert cut([*texts, Text("none", [])], Letters(), 2, 2).names == ("small", "large")
     assert cut(texts, Letters(), 4, 9).names == ("small", "large") * 2
-
-
-def test_four_kinds_of_text_come_with_the_package() -> None:
-    texts = find_texts(None, None, "test", "text", reference=False, seed=0)
-    assert tuple(text.name for text in texts) == KINDS
-    assert all(len(document) == 160_000 for text in texts for document in text.documents)
-    assert [text.name for text in find_texts(None, None, "test", "text", True, 0)] == ["the reference tasks"]
 
 
 def test_too_little_text() -> None:
@@ -103,27 +84,6 @@ def test_bad_files(tmp_path, name, content, message) -> None:
         read_file(tmp_path / "none.txt", "text")
 
 
-def test_data_sets(monkeypatch) -> None:
-    asked = []
-
-    def load_dataset(name, config, split, streaming):
-        asked.append((name, config, split, streaming))
-        if name == "none":
-            raise FileNotFoundError("no such data set")
-        return iter([{"page": "one"}, {"page": "two"}])
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    assert list(hub_documents("wikitext:raw", "test", "page")) == ["one", "two"]
-    assert asked == [("wikitext", "raw", "test", True)]
-    with pytest.raises(ValueError, match=r"dataset: 'none', split 'test', cannot be loaded.*--text"):
-        list(hub_documents("none", "test", "page"))
-    with pytest.raises(ValueError, match="row 1 of wikitext has no text in 'text'; it has page"):
-        list(hub_documents("wikitext", "test", "text"))
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"hfkvq\[eval\]"):
-        list(hub_documents("wikitext", "test", "text"))
-
-
 def test_the_reference_models_own_text() -> None:
     documents = reference_documents()
     first = [next(documents) for _ in range(6)]
@@ -156,10 +116,3 @@ def test_schemes_with_knobs() -> None:
 def test_wrong_schemes(text, message) -> None:
     with pytest.raises(ValueError, match=message):
         parse_schemes([text])
-
-
-def test_the_tokenizer_of_the_reference_model(tokenizer) -> None:
-    found = cut([Text("", reference_documents(), "")], tokenizer, 256, 2)
-    assert found.tokens.shape == (2, 256)
-    assert tokenizer.decode(found.tokens[0]) == next(reference_documents())[: len(tokenizer.decode(found.tokens[0]))]
-    assert json.dumps(found.sha256)

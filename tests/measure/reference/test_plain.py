@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hfkvq.measure.demo.prompts import Subject, default_tasks, full_name, is_right, make_batches
-from hfkvq.measure.reference import PLAIN_TASKS, evaluation_set, next_choices
-from hfkvq.measure.texts import KINDS, read_text
+from hfkvq.measure.demo.prompts import Subject, is_right, make_batches
+from hfkvq.measure.reference import PLAIN_TASKS, evaluation_set
 from tests.command import invoke
 
 
@@ -26,16 +25,6 @@ def test_answers_stand_in_the_text(kind: str, tokenizer) -> None:
     assert 4 * short < long < 16 * short
 
 
-def test_smallest_and_largest(tokenizer) -> None:
-    for kind in PLAIN_TASKS:
-        assert evaluation_set(f"{kind}-1", 1)[0].answer
-    # The text and the made-up names are long enough.
-    for name in ("needle-32768", "copy-32768"):
-        assert evaluation_set(full_name(name), 1)[0].answer
-        with pytest.raises(ValueError, match="allowed sizes 1 to 32768"):
-            full_name(f"{name}0")
-
-
 def test_prompts_go_without_a_chat_template(tokenizer) -> None:
     # A model is asked for its positions alone.
     config = type("Config", (), {"get_text_config": lambda self, decoder: self})()
@@ -45,23 +34,6 @@ def test_prompts_go_without_a_chat_template(tokenizer) -> None:
     assert tokenizer.decode(row[there]) == batch.examples[0].prompt
     longest = max(len(tokenizer(each.answer).input_ids) for each in batch.examples)
     assert longest < batch.limit < 2 * longest
-
-
-def test_what_a_model_is_asked_unless_told_otherwise() -> None:
-    assert default_tasks("smollm2") == PLAIN_TASKS
-    assert default_tasks(None) == default_tasks("org/model") == ("recall", "arithmetic", "tools")
-
-
-def test_pieces_to_choose_from() -> None:
-    for seed, kind in enumerate(KINDS):
-        passage, choices, gold = next_choices(64, seed=seed)
-        assert (passage, choices, gold) == next_choices(64, seed=seed)
-        assert passage + choices[gold] in read_text(kind)
-        assert sum(passage + choice in read_text(kind) for choice in choices) == 1
-        assert [len(choice) for choice in choices] == [80] * 4
-    assert {next_choices(64, seed=seed)[2] for seed in range(20)} == {0, 1, 2, 3}
-    with pytest.raises(ValueError, match="text: got 'news', allowed agent, mathematics, code, play"):
-        read_text("news")
 
 
 def test_the_demo_asks_them(stand_in: Path) -> None:
