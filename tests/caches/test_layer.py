@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
-from transformers.masking_utils import and_masks, causal_mask_function, sdpa_mask
+from transformers.masking_utils import and_masks, causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 from hfkvq import MixedKVCache
 from hfkvq.caches.attention.interface import hfkvq_attention, hfkvq_mask
@@ -222,6 +222,8 @@ def test_plain_step_asks_the_device_nothing():
         (5, 25, causal_mask_function, True),
         (1, 25, and_masks(causal_mask_function, lambda b, h, q, k: k > q - 8), True),
         (1, 25, and_masks(causal_mask_function, lambda b, h, q, k: k > q - 8), False),
+        (1, 25, sliding_window_causal_mask_function(8), True),
+        (1, 25, sliding_window_causal_mask_function(8), False),
     ],
 )
 def test_other_masks_are_those_of_sdpa(queries, columns, function, padded):
@@ -352,6 +354,23 @@ def test_statistics_follow_their_rows():
     for i, source in enumerate((2, 0)):
         alone = make(scheme)
         feed(alone, [rows[source]], [30] + [1] * 30)
+        assert_same_bits(stored(layer, i), stored(alone, 0))
+
+
+def test_rows_that_share_a_page_weigh_its_keys_by_their_own_queries():
+    """Its values are sealed and its keys are not when the rows part: then it is no page to share."""
+    scheme = small("kitty", score="qk_abs", local_length=0, key_local_length=20, value_unit=1)
+    scale, first = torch.linspace(-2, 2, DIM).exp(), row(1, 42)
+    tails = [row(i, 40) for i in (2, 3)]
+    tails = [type(x)(x.queries * scale.roll(11 * i), x.keys, x.values) for i, x in enumerate(tails)]
+    layer = make(scheme)
+    feed_as_is(layer, [first], [42])
+    layer.batch_repeat_interleave(2)
+    feed_as_is(layer, tails, [1] * 40)
+    for i, tail in enumerate(tails):
+        alone = make(scheme)
+        feed_as_is(alone, [first], [42])
+        feed_as_is(alone, [tail], [1] * 40)
         assert_same_bits(stored(layer, i), stored(alone, 0))
 
 

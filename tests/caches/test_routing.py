@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hfkvq import MixedKVCache, TriAxialCache
 from hfkvq.caches.layer_state.tags import TokenRecord
 from hfkvq.caches.schemes import TriAxial
+from hfkvq.caches.schemes.base import UNTAGGED
 from hfkvq.caches.store import kvstore
 from hfkvq.caches.store.routing import ColumnTags, SealSource, SealStart, route_by_width
 from hfkvq.caches.tags import PAD, parse_tag
@@ -427,6 +428,15 @@ def test_a_route_is_for_all_that_it_follows_from(what):
     assert got.after == expected.after
     assert [x.tolist() for x in got.tensors()] == [x.tolist() for x in expected.tensors()]
     assert [x.tolist() for x in got.tensors()] != [x.tolist() for x in route.tensors()]
+
+
+def test_columns_beyond_the_tags_are_wide():
+    given, tags = of(**PLAIN)[:6], MostlyObs().tag(torch.full((2, 40), 4))
+    short, padded = (
+        route_by_width(*given, codes) for codes in (tags, torch.nn.functional.pad(tags, (0, 40), value=UNTAGGED))
+    )
+    assert short.after == padded.after
+    assert [x.tolist() for x in short.tensors()] == [x.tolist() for x in padded.tensors()]
 
 
 # Who has a say.
