@@ -16,6 +16,7 @@ from hfkvq.caches.schemes.score_inputs import keep_mask, prompt_evidence
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, START
+from tests.caches import driver
 from tests.caches.driver import (
     DIM,
     EVICTING,
@@ -224,6 +225,24 @@ def test_where_padding_stands_among_tokens_nothing_is_evicted(caplog):
     assert "padding stands among its tokens" in caplog.text
     for side in ("keys", "values"):
         assert torch.equal(layer.dense(side), plain.dense(side))
+
+
+def test_padded_queries_weigh_no_channels(monkeypatch):
+    """Of a row that starts in a later chunk, which the general way evicts from."""
+    monkeypatch.setattr(driver, "steady", lambda queries: queries)
+    one, other, held = row(1, 80), row(2, 45), []
+    valid = torch.arange(80) >= torch.tensor([0, 35])[:, None]
+    for junk in (1.0, 1000.0):
+        layer = make(small("h2o+mixkvq"))
+        lead = (
+            junk * torch.linspace(-1, 1, DIM).expand(heads, 35, DIM) for heads in (one.queries.shape[0], HEADS, HEADS)
+        )
+        tokens = (other.queries, other.keys, other.values)
+        padded = Row(*(torch.cat(both, 1) for both in zip(lead, tokens, strict=True)))
+        for new in (slice(0, 20), slice(20, 80)):
+            forward(layer, *join([one[new], padded[new]]), valid[:, : new.stop])
+        held.append(stored(layer, 1))
+    assert_same_bits(*held)
 
 
 def test_a_prompt_without_memory_is_as_if_it_had_not_come(monkeypatch):
