@@ -50,6 +50,7 @@ TESTS = {
     ),
     "rows": (
         f"{CONTRACT}::test_reordered_rows_are_the_rows_fed_alone {CONTRACT}::test_repeated_rows_are_independent",
+        f"{LAYER} -k share_a_page",
         f"{CONTRACT}::test_reorder_at_every_step {CONTRACT}::test_selected_rows_go_on",
         "tests/caches/test_sliding.py tests/caches/test_whole.py tests/caches/test_arkv.py",
     ),

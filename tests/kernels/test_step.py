@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -142,6 +143,16 @@ def test_without_room_a_row_stays_as_it_is(name, backend):
     assert state.counters[LENGTH].tolist() == [18, 15, 18]
     slot = [(15 - plan.format.sink + i) % plan.tails[0] for i in range(3)]
     assert torch.equal(state.windows[2][1][:, slot], before[0][1][:, slot])
+
+
+def test_without_pages_a_row_stays_as_it_is(backend):
+    """As under a budget: the last run has a page alone, and the capacity is far."""
+    plan = dataclasses.replace(plan_of("token"), blocks=(1,))
+    _, state = make(plan, backend)
+    for at in range(18):
+        run_step(*tokens(at, 1, plan, backend), AttentionArguments(1.0), state, plan)
+    assert int(state.flag) == 1
+    assert state.counters[LENGTH].tolist() == [16] * plan.rows
 
 
 def test_plans_and_buffers():
