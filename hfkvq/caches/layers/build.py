@@ -109,13 +109,13 @@ def is_held_in_pages(layer: Any, text: PreTrainedConfig) -> bool:
 def build_layers(
     text: PreTrainedConfig,
     preset: Preset,
-    max_cache_len: int | None = None,
-    capture: bool = False,
-    attach: bool = True,
-    debug: bool = False,
-    name: str = "",
-    offloading: bool | int = False,
-    own_attention: bool = False,
+    max_cache_len: int | None,
+    capture: bool,
+    attach: bool,
+    debug: bool,
+    name: str,
+    offloading: bool | int,
+    own_attention: bool,
 ) -> Layers:
     """Makes the layers of an empty cache.
 

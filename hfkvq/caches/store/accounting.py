@@ -142,7 +142,7 @@ def payload_bits(state: StoreState) -> PayloadBits:
             room[side] += size * _width(fmt, dim, own)
             used[side] += size * _width(fmt, dim, own)
             if fmt.raised and size:
-                used[side] -= _unused(fmt, view, counts, dim) * fmt.page_size
+                used[side] -= _unused(fmt, view, counts) * fmt.page_size
     if not sum(sizes.values()):
         for side, fmt in zip(SIDES, state.format.runs[-1], strict=True):
             sizes[side] = float(dims[side])
@@ -156,7 +156,7 @@ def _width(fmt: PageFormat, dim: int, own: int) -> float:
     return own if fmt.bits == 16 else fmt.code_bits(dim)
 
 
-def _unused(fmt: PageFormat, view: RunView, counts: Tensor, dim: int) -> float:
+def _unused(fmt: PageFormat, view: RunView, counts: Tensor) -> float:
     """Bits of a token, summed over sealed pages and averaged over heads, of room for raised keys that holds zeros."""
     parts = dict(zip(fmt.names, view.keys, strict=True))
     pages = view.table[torch.arange(view.table.shape[1], device=counts.device) < counts[:, None] // fmt.page_size]

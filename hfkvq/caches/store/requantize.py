@@ -291,7 +291,7 @@ def keep_tokens(store: KVStore, keep: Tensor, hold: int = 0, q_abs: Tensor | Non
 
 
 def requantize_by_tiers(store: KVStore, target: Tensor, where: Tensor | None = None) -> bool:
-    """RunChanges every token of several runs to the run that it is to be in; the pages that it leaves are given back.
+    """Moves every token of several runs to the run that it is to be in; the pages that it leaves are given back.
 
     Args:
         store: a store with several runs.
@@ -311,7 +311,7 @@ def requantize_by_tiers(store: KVStore, target: Tensor, where: Tensor | None = N
 
 
 def requantize_by_tags(store: KVStore, tags: Tensor) -> bool:
-    """RunChanges sealed tokens to fewer bits where their tags now say so; no token gets more.
+    """Changes sealed tokens to fewer bits where their tags now say so; no token gets more.
 
     In each row, as many tokens as fill whole pages move, the oldest first, where pages are sealed whole; the others
     keep their bits. Such pages are put in order of their newest tokens, so that `KVStore.crop` finds those that it may

@@ -115,17 +115,14 @@ class StoreState:
         windows = tuple(window(length, x) for length in (layout.sink, tail) for x in (keys, values))
         dropped = torch.zeros(batch, dtype=torch.int32, device=device)
         state = cls(form, WindowSizes.of(layout), counters, dropped, windows, (), EMPTY, offloaded=offloaded)
-        runs = [state.empty_run(run) for run in range(len(form.runs))]
+        runs = [state._empty_run(*formats) for formats in form.runs]
         return state.replace(runs=runs, host_counters=HostCounters.empty(counters, EMPTY) if counted else None)
 
-    def empty_run(self, run: int, blocks: int = 0) -> RunView:
-        """A run of ``blocks`` fresh pages a row, which hold nothing."""
-        formats = self.format.runs[run]
-        count = self.batch * self.format.pages(blocks)
-        table = self.own_table(blocks)
-        pos = None if self.format.ordered else table.new_zeros(self.batch, blocks * formats[0].page_size)
-        keys, values = (self.pages(fmt, side, count) for side, fmt in zip(SIDES, formats, strict=True))
-        return RunView(table, pos, keys, values)
+    def _empty_run(self, keys: PageFormat, values: PageFormat) -> RunView:
+        """A run without pages."""
+        table = self.own_table(0)
+        pos = None if self.format.ordered else table.new_zeros(self.batch, 0)
+        return RunView(table, pos, self.pages(keys, "keys", 0), self.pages(values, "values", 0))
 
     def own_table(self, blocks: int) -> Tensor:
         """i32 (B, blocks): pages row by row, which blocks of a row take in turn where there is a window."""
