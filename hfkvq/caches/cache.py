@@ -212,7 +212,13 @@ class MixedKVCache(Cache):
             ValueError: a model of another config than the cache was made for.
         """
         if model is not None:
-            self.config = _checked_config(self, model)
+            text = text_config(model.config)  # type: ignore[arg-type]
+            if config_hash(text) != self.architecture()["config"]:
+                raise ValueError(
+                    f"model: got a {type(model).__name__} of another config than the cache was made for; make a cache "
+                    "for this model."
+                )
+            self.config = text
         if self._attachable and self._compressed:
             switch(self.config, self)
         model = self._model() if model is None and self._model is not None else model
@@ -286,21 +292,42 @@ class MixedKVCache(Cache):
             why, self._why_not_captured = self._why_not_captured, None
             warn_once(f"{self.preset.scheme.name}: steps are not captured, since {why}; they run without graphs.")
         if self._crosses and layer_idx == self._updated and len(self.layers) > 1:
-            raise _refuse_bare(self)
+            self._updated = -1
+            self.level_pages()
+            name = type(self).__name__
+            raise ValueError(
+                f"past_key_values: got a bare {name}, but cross-attention needs a cache of its own; pass "
+                f"EncoderDecoderCache({name}(model, ...), DynamicCache()), both of them from transformers."
+            )
         if layer_idx == self._first:
             self._check_even()
         if layer_idx == max(self._first, 0):
             self._before_first_layer(key_states)
         try:
-            _check_layer(self, layer_idx)
+            if layer_idx >= len(self.layers):
+                raise ValueError(
+                    f"model_or_config: this cache was made for {len(self.layers)} layers, but got keys of layer "
+                    f"{layer_idx}; make it from the config of the model that it is used with."
+                )
             self._updated = layer_idx
             found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             # A compiler makes its kernels, and cannot follow handles.
             return tuple(map(dense_of, found)) if self._flex else found
         except ValueError:
             self._updated = -1
-            _take_back(self, layer_idx, key_states.shape[2])
+            self._take_back(layer_idx, key_states.shape[2])
             raise
+
+    def _take_back(self, layer_idx: int, tokens: int) -> None:
+        """Takes tokens that a layer has refused out of the earlier ones."""
+        layers = self.layers
+        refused = seen_by(layers[layer_idx]) if layer_idx < len(layers) else self.get_seq_length() - tokens
+        own = [layer for i, layer in enumerate(layers) if i in self._compressed and i not in self._untouched]
+        transactions.level(own, seen_by, refused or 0)
+        for i, state in self._untouched.items():
+            vars(layers[i]).update(state)
+        # This comes last: the restored variables include ``invalid`` of before.
+        self.states.invalidate()
 
     def _find_smoothing(self) -> None:
         """Gives empty layers the vectors of their model, if it is known; else they take those of their first prompt."""
@@ -319,9 +346,28 @@ class MixedKVCache(Cache):
             schemes = {i: layer.scheme for i, layer in layers.items()}
             warn_of_noise(self.preset.scheme.name, schemes, model, self.config)
 
+    def _warn_of_unknown_model(self, device: torch.device) -> None:
+        """Says once what is lost where the model that calls is not the one that the cache knows."""
+        model = None if self._model is None else self._model()
+        # The user has compiled a model that has another replacement of its call.
+        bypassed = model is None or (isinstance(model._compiled_call_impl, CallInterceptor) and not is_inside_call())
+        lost = []
+        if self.graphs is not None and device.type in RECORDERS and bypassed:
+            lost.append("steps are not captured")
+        if model is None and self.attached and any(layer.latents for layer in self.compressed_layers):
+            lost.append("latents are dequantized in each step")
+        if model is None and any(layer.smooths_by_prompt for layer in self.compressed_layers):
+            lost.append("keys are smoothed by the first prompt's")
+        if lost:
+            name = type(self).__name__
+            warn_once(
+                f"{name}: the cache does not know the model that calls it, so {' and '.join(lost)}; make it with "
+                f"{name}(model, ...), or call cache.attach(model)."
+            )
+
     def _before_first_layer(self, key_states: torch.Tensor) -> None:
         self._find_smoothing()
-        _warn_of_unknown_model(self, key_states.device)
+        self._warn_of_unknown_model(key_states.device)
         if isinstance(self.scheme, EvictionScheme) and not seen_by(self.layers[max(self._first, 0)]):
             warn_of_loss(self.scheme, key_states.shape[2], len(self.layers))
         self._flex = self.config._attn_implementation_internal == "flex_attention"
@@ -558,7 +604,12 @@ class MixedKVCache(Cache):
             raise ValueError(
                 f"token_ids: got shape {tuple(token_ids.shape)}, allowed (batch, {seen}), an id for each cached token."
             )
-        check_named(self.preset)
+        unnamed = [type(scheme).__name__ for scheme in self.preset.schemes if not scheme.name]
+        if unnamed:
+            raise ValueError(
+                f"scheme: {unnamed[0]} has no name under which a file could be read again; give the class a name "
+                "(CONTRIBUTING.md says how), or keep the cache with pickle."
+            )
         layers, tensors = [], {}
         for i, layer in enumerate(self.layers):
             numbers, held = packed_layer(i, layer, seen)
@@ -670,8 +721,14 @@ class MixedKVCache(Cache):
         new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
         join(self.config, new)
         if self.graphs is not None:
-            new.graphs = _graphs_of(new)
+            new.graphs = new._new_graphs()
         return new
+
+    def _new_graphs(self) -> StepGraphs:
+        """Graphs of its own for a cache that has come from another one."""
+        sync = self._sync
+        assert sync is not None, "steps were captured"
+        return StepGraphs(self, self.preset, sync)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the config, which belongs to the model."""
@@ -681,90 +738,11 @@ class MixedKVCache(Cache):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a saved cache; an empty stand-in takes the config's place, and `detach` has nothing to undo."""
         self.__dict__.update(state, config=PreTrainedConfig(), _model=None)
-        self.graphs = _graphs_of(self) if state["graphs"] else None
+        self.graphs = self._new_graphs() if state["graphs"] else None
         register()
-
-
-def _checked_config(cache: MixedKVCache, model: torch.nn.Module) -> PreTrainedConfig:
-    """Text config of a model that a cache was made for; see `MixedKVCache.attach`."""
-    text = text_config(model.config)  # type: ignore[arg-type]
-    if config_hash(text) != cache.architecture()["config"]:
-        raise ValueError(
-            f"model: got a {type(model).__name__} of another config than the cache was made for; make a cache for this "
-            "model."
-        )
-    return text
-
-
-def _warn_of_unknown_model(cache: MixedKVCache, device: torch.device) -> None:
-    """Says once what is lost where the model that calls is not the one that the cache knows."""
-    model = None if cache._model is None else cache._model()
-    # The user has compiled a model that has another replacement of its call.
-    bypassed = model is None or (isinstance(model._compiled_call_impl, CallInterceptor) and not is_inside_call())
-    lost = []
-    if cache.graphs is not None and device.type in RECORDERS and bypassed:
-        lost.append("steps are not captured")
-    if model is None and cache.attached and any(layer.latents for layer in cache.compressed_layers):
-        lost.append("latents are dequantized in each step")
-    if model is None and any(layer.smooths_by_prompt for layer in cache.compressed_layers):
-        lost.append("keys are smoothed by the first prompt's")
-    if lost:
-        name = type(cache).__name__
-        warn_once(
-            f"{name}: the cache does not know the model that calls it, so {' and '.join(lost)}; make it with "
-            f"{name}(model, ...), or call cache.attach(model)."
-        )
-
-
-def _refuse_bare(cache: MixedKVCache) -> ValueError:
-    """Takes the tokens of this forward out again; the error to raise."""
-    cache._updated = -1
-    cache.level_pages()
-    name = type(cache).__name__
-    return ValueError(
-        f"past_key_values: got a bare {name}, but cross-attention needs a cache of its own; pass "
-        f"EncoderDecoderCache({name}(model, ...), DynamicCache()), both of them from transformers."
-    )
-
-
-def _check_layer(cache: MixedKVCache, layer_idx: int) -> None:
-    if layer_idx >= len(cache.layers):
-        raise ValueError(
-            f"model_or_config: this cache was made for {len(cache.layers)} layers, but got keys of layer "
-            f"{layer_idx}; make it from the config of the model that it is used with."
-        )
-
-
-def _take_back(cache: MixedKVCache, layer_idx: int, tokens: int) -> None:
-    """Takes tokens that a layer has refused out of the earlier ones."""
-    layers = cache.layers
-    refused = seen_by(layers[layer_idx]) if layer_idx < len(layers) else cache.get_seq_length() - tokens
-    own = [layer for i, layer in enumerate(layers) if i in cache._compressed and i not in cache._untouched]
-    transactions.level(own, seen_by, refused or 0)
-    for i, state in cache._untouched.items():
-        vars(cache.layers[i]).update(state)
-    # This comes last: the restored variables include ``invalid`` of before.
-    cache.states.invalidate()
-
-
-def _graphs_of(cache: MixedKVCache) -> StepGraphs:
-    """Graphs of its own for a cache that has come from another one."""
-    sync = cache._sync
-    assert sync is not None, "steps were captured"
-    return StepGraphs(cache, cache.preset, sync)
 
 
 def device_of(model_or_config: Any) -> torch.device:
     """The model's device, or the CPU for a config."""
     parameters = model_or_config.parameters() if isinstance(model_or_config, torch.nn.Module) else ()
     return next((x.device for x in parameters), torch.device("cpu"))
-
-
-def check_named(preset: Preset) -> None:
-    """Raises ValueError if a file could not say what the cache is made of."""
-    unnamed = [type(scheme).__name__ for scheme in preset.schemes if not scheme.name]
-    if unnamed:
-        raise ValueError(
-            f"scheme: {unnamed[0]} has no name under which a file could be read again; give the class a name "
-            "(CONTRIBUTING.md says how), or keep the cache with pickle."
-        )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..base import outside_inference_mode
+from ..base import outside_inference_mode, warn_once
 from ..schemes.base import UNTAGGED
 from ..store.requantize import requantize_by_tags
 from ..store.routing import ColumnTags
@@ -257,18 +255,6 @@ class TokenRecord:
             self._unshare()
 
 
-logger = logging.getLogger(__name__)
-
-
-@functools.cache
-def _warn_without_tags(scheme: str) -> None:
-    logger.warning(
-        "%s chooses bits by tags, which this cache does not get, so every token has the most bits; use "
-        "TriAxialCache(model, tokenizer).",
-        scheme,
-    )
-
-
 class TokenTags:
     """Tags of a layer's tokens.
 
@@ -282,7 +268,10 @@ class TokenTags:
     def of_columns(self, layer: LayerBase) -> ColumnTags | None:
         """The tags of all columns known, which layers share."""
         if self.record is None:
-            _warn_without_tags(layer.scheme.name)
+            warn_once(
+                f"{layer.scheme.name} chooses bits by tags, which this cache does not get, so every token has the most "
+                "bits; use TriAxialCache(model, tokenizer)."
+            )
             return None
         return self.record.shared_tags(layer.held().device)
 
