@@ -20,7 +20,7 @@ from .attention.interface import register
 from .attention.mla import patch_expand_kv
 from .base import outside_inference_mode, warn_once
 from .base.capture import RECORDERS
-from .base.config_switch import NAME, join, restore, switch
+from .base.config_switch import NAME, add_cache, restore, switch
 from .base.model_calls import CallInterceptor, intercept, is_inside_call
 from .base.model_config import head_dim_of, stock_layers, text_config
 from .base.recorded import is_captured, is_recorded
@@ -507,7 +507,7 @@ class MixedKVCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the newest tokens; see `KVLayer.crop`. Nothing is changed if that cannot be done in any layer."""
         tokens, beside = transactions.tokens_of(tokens_to_remove), self._beside("crop")
-        if tokens < 0 or self.graphs is None or not self.graphs.take_back(tokens):
+        if tokens < 0 or self.graphs is None or not self.graphs.rollback(tokens):
             transactions.crop(self._parts, -tokens, beside)
             return
         for _, act in beside:
@@ -719,7 +719,7 @@ class MixedKVCache(Cache):
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
-        join(self.config, new)
+        add_cache(self.config, new)
         if self.graphs is not None:
             new.graphs = new._new_graphs()
         return new

@@ -554,7 +554,7 @@ class StepGraphs:
         self._failed.clear()
         self.placement.before_prompt(keys)
 
-    def take_back(self, tokens: int) -> bool:
+    def rollback(self, tokens: int) -> bool:
         """Takes back the newest tokens of graph steps, if nothing of them is sealed; whether it has."""
         sync = self.sync
         buffers, held = sync.buffers, all(steps.layer.record_past for steps in sync.members)

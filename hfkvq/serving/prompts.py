@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-from hfkvq.caches.attention.interface import WITHOUT_CUDNN, dense_attention, lower_right, takes
+from hfkvq.caches.attention.interface import WITHOUT_CUDNN, dense_attention, flash_takes, lower_right
 from hfkvq.kernels.arguments import AttentionArguments
 
 LONG, STEP = 4096, 1024
@@ -33,7 +33,7 @@ def prompt_attention(module: Any, query: Tensor, keys: Tensor, values: Tensor, a
         (1, Q, Hq, D).
     """
     tokens = query.shape[2]
-    if arguments.softcap or arguments.sinks is not None or not takes(query, keys, values):
+    if arguments.softcap or arguments.sinks is not None or not flash_takes(query, keys, values):
         return dense_attention(module, query, keys, values, arguments)[0]
     asked = SDPAParams(query, keys, values, None, 0.0, True, True)
     if LONG <= tokens == keys.shape[2] and can_use_cudnn_attention(asked):

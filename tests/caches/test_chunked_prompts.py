@@ -36,7 +36,7 @@ def plain(monkeypatch):
         return causal_lower_right(queries, columns)
 
     monkeypatch.setattr(interface, "causal_lower_right", noted)
-    monkeypatch.setattr(interface, "takes", lambda *rest: True)
+    monkeypatch.setattr(interface, "flash_takes", lambda *rest: True)
     return asked
 
 
@@ -102,7 +102,7 @@ def test_a_bias_is_not_all_that_hides():
 
 
 def test_without_a_gpu_there_is_a_mask():
-    assert not interface.takes(*given())
+    assert not interface.flash_takes(*given())
 
 
 @pytest.mark.gpu
@@ -112,7 +112,7 @@ def test_on_a_gpu(dtype):
     query, keys, values = given("cuda", dtype, 2000, 8100, dim=128)
     # As models make queries.
     query = query.transpose(1, 2).contiguous().transpose(1, 2)
-    assert interface.takes(query, keys, values)
+    assert interface.flash_takes(query, keys, values)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     got = interface.lower_right(query, keys, values, SCALING)

@@ -58,7 +58,7 @@ def test_layers_by_depth():
     wide = keys[18].layout(64, 64).keys
     assert (wide.formats[0].bits, wide.formats[0].raised, wide.rotate) == (4, (), 64)
     pages = get_preset("snapkv", pages="best-3.4").by_layer(30)
-    assert [i for i, scheme in enumerate(pages) if scheme.held_by.value_bits == 4] == list(range(10, 24))
+    assert [i for i, scheme in enumerate(pages) if scheme.page_scheme.value_bits == 4] == list(range(10, 24))
     assert len({scheme.name for scheme in pages}) == 1
 
 

@@ -87,7 +87,7 @@ def is_plain(arguments: AttentionArguments, columns: int, dropout: float, given:
     return not given.get("output_attentions") and (given.get("sliding_window") or columns) >= columns
 
 
-def takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+def flash_takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """True if `lower_right` takes these without a mask: flash attention does, and none of them gets a gradient."""
     if not query.is_cuda or (torch.is_grad_enabled() and any(x.requires_grad for x in (query, keys, values))):
         return False
@@ -117,7 +117,7 @@ def attend_layer(layer: Any, query: Tensor, arguments: AttentionArguments) -> Te
     before = layer.columns - tokens
     if new is None or not before or tokens <= MAX_STEP or query.shape[2] != tokens:
         return None
-    if layer.window or layer.latents or layer.evicted or not takes(query, *new):
+    if layer.window or layer.latents or layer.evicted or not flash_takes(query, *new):
         return None
     if layer.buffer is not None:
         layer.buffer.close()
@@ -168,7 +168,7 @@ def dense_attention(
     """
     queries, columns, mask, causal = query.shape[2], keys.shape[2], arguments.mask, arguments.causal
     if mask is None and 1 < queries < columns and causal:
-        if is_plain(arguments, columns, dropout, kwargs) and takes(query, keys, values):
+        if is_plain(arguments, columns, dropout, kwargs) and flash_takes(query, keys, values):
             return lower_right(query, keys, values, arguments.scaling).transpose(1, 2), None
         # Without a mask stock sdpa would align the triangle to the upper left.
         mask = _triangle(query, columns)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base import warn_once
-from ..base.config_switch import NAME, at_restore
+from ..base.config_switch import NAME, on_restore
 from ..layers.handle import LazyKV
 from ..steps.device_steps import StepKV
 
@@ -33,7 +33,7 @@ def patch_expand_kv(model: torch.nn.Module, config: Any) -> None:
     for module in model.modules():
         if hasattr(type(module), "expand_kv"):
             vars(module)["expand_kv"] = types.MethodType(expand_kv, module)
-    at_restore(config, id(model), _Undo(model))
+    on_restore(config, id(model), _Undo(model))
 
 
 class _Undo:

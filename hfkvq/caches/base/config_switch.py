@@ -35,11 +35,11 @@ def switch(config: Any, cache: Any) -> None:
         _, users, undo = _SWITCHED.get(key, _Switched(None, set(), {}))
         _SWITCHED[key] = _Switched(before, users, undo)
         config._attn_implementation_internal = NAME
-    join(config, cache)
+    add_cache(config, cache)
 
 
 @contextlib.contextmanager
-def lent(config: Any) -> Iterator[None]:
+def temporarily_switched(config: Any) -> Iterator[None]:
     """Within it a config is switched, and afterwards as it was, unless a cache of another thread has switched it."""
     key, before = id(config), config._attn_implementation_internal
     if before == NAME:
@@ -54,12 +54,12 @@ def lent(config: Any) -> Iterator[None]:
         _LENT.pop(key, None)
 
 
-def join(config: Any, cache: Any) -> None:
+def add_cache(config: Any, cache: Any) -> None:
     """Keeps a switched config as it is while this cache lives, too."""
     held = _SWITCHED.get(id(config))
     if held is not None and id(cache) not in held.users:
         held.users.add(id(cache))
-        weakref.finalize(cache, _leave, weakref.ref(config), id(cache)).atexit = False
+        weakref.finalize(cache, _remove_cache, weakref.ref(config), id(cache)).atexit = False
 
 
 def restore(config: Any) -> None:
@@ -73,14 +73,14 @@ def restore(config: Any) -> None:
         held.undo.popitem()[1]()
 
 
-def at_restore(config: Any, key: int, undo: Callable[[], None]) -> None:
+def on_restore(config: Any, key: int, undo: Callable[[], None]) -> None:
     """Has something else undone when a switched config is given its old attention back, once for each key."""
     held = _SWITCHED.get(id(config))
     if held is not None:
         held.undo[key] = undo
 
 
-def _leave(config: weakref.ref[Any], cache: int) -> None:
+def _remove_cache(config: weakref.ref[Any], cache: int) -> None:
     """The last cache gone, other ways to generate (``generate_batch``) find the name they know."""
     alive = config()
     held = None if alive is None else _SWITCHED.get(id(alive))

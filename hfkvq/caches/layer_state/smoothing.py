@@ -34,7 +34,7 @@ from hfkvq import kernels
 from hfkvq.kernels.pages import PageFormat
 
 from ..base import outside_inference_mode, warn_once
-from ..base.config_switch import lent
+from ..base.config_switch import temporarily_switched
 from ..base.model_calls import forward_parameters, inside_call, is_known
 from ..base.model_config import head_dim_of, looks_attention_up, text_config
 from ..base.recorded import is_recorded
@@ -428,7 +428,7 @@ def _watching(config: Any) -> Iterator[dict[int, tuple[Tensor, bool]]]:
     """Queries by layer; shown by our own attention, which on plain tensors is sdpa, where the model takes it."""
     before, _WATCH.queries = _WATCH.queries, {}
     try:
-        with lent(config) if looks_attention_up(config) else contextlib.nullcontext():
+        with temporarily_switched(config) if looks_attention_up(config) else contextlib.nullcontext():
             yield _WATCH.queries
     finally:
         _WATCH.queries = before

@@ -182,11 +182,11 @@ class TokenEviction(EvictionScheme):
         super().__post_init__()
         if isinstance(self.pages, Mapping):
             object.__setattr__(self, "pages", Scheme.from_dict(self.pages))
-        if self.held_by.evicts:
-            raise ValueError(f"pages: got {self.held_by.name!r}, which evicts itself; allowed any other scheme.")
-        if self.held_by.needs & {"tags", "turns"}:
+        if self.page_scheme.evicts:
+            raise ValueError(f"pages: got {self.page_scheme.name!r}, which evicts itself; allowed any other scheme.")
+        if self.page_scheme.needs & {"tags", "turns"}:
             raise ValueError(
-                f"pages: got {self.held_by.name!r}, which reads tags of tokens; allowed schemes that do without."
+                f"pages: got {self.page_scheme.name!r}, which reads tags of tokens; allowed schemes that do without."
             )
         if self.budget_tokens is not None and self.budget_share is not None:
             raise ValueError(
@@ -200,7 +200,7 @@ class TokenEviction(EvictionScheme):
             )
 
     @cached_property
-    def held_by(self) -> Scheme:
+    def page_scheme(self) -> Scheme:
         """The scheme of the pages."""
         assert not isinstance(self.pages, Mapping), "made a scheme above"
         return get_scheme(self.pages)
@@ -227,52 +227,52 @@ class TokenEviction(EvictionScheme):
     @property
     def needs(self) -> frozenset[str]:
         """Needs of the pages' scheme."""
-        return self.held_by.needs
+        return self.page_scheme.needs
 
     def in_layer(self, layer: int, layers: int) -> Scheme:
         """Over the pages that the layer takes."""
-        pages = self.held_by.in_layer(layer, layers)
-        return self if pages == self.held_by else replace(self, pages=pages)
+        pages = self.page_scheme.in_layer(layer, layers)
+        return self if pages == self.page_scheme else replace(self, pages=pages)
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """Layout of the pages' scheme."""
-        return self.held_by.layout(key_dim, value_dim)
+        return self.page_scheme.layout(key_dim, value_dim)
 
     @property
     def smooths_keys(self) -> bool:
         """See `Scheme.smooths_keys`."""
-        return self.held_by.smooths_keys
+        return self.page_scheme.smooths_keys
 
     @property
     def channel_rule(self) -> str | None:
         """See `Scheme.channel_rule`."""
-        return self.held_by.channel_rule
+        return self.page_scheme.channel_rule
 
     def step_rule(self, head_dim: int) -> str | None:
         """See `Scheme.step_rule`."""
-        return self.held_by.step_rule(head_dim)
+        return self.page_scheme.step_rule(head_dim)
 
     def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
         """See `Scheme.channel_bits`."""
-        return self.held_by.channel_bits(keys, q_abs)
+        return self.page_scheme.channel_bits(keys, q_abs)
 
     def token_bits(self, keys: Tensor, values: Tensor, position: Tensor, tags: Tensor | None = None) -> Tensor | None:
         """See `Scheme.token_bits`."""
-        return self.held_by.token_bits(keys, values, position, tags)
+        return self.page_scheme.token_bits(keys, values, position, tags)
 
     @property
     def untagged_is_wide(self) -> bool:
         """See `Scheme.untagged_is_wide`."""
-        return self.held_by.untagged_is_wide
+        return self.page_scheme.untagged_is_wide
 
     @property
     def reads_tokens(self) -> bool:
         """See `Scheme.reads_tokens`."""
-        return self.held_by.reads_tokens
+        return self.page_scheme.reads_tokens
 
     def limits(self, key_dim: int, value_dim: int) -> Limits:
         """Limits of the pages' scheme, and those that trims of steps add."""
-        found = self.held_by.limits(key_dim, value_dim)
+        found = self.page_scheme.limits(key_dim, value_dim)
         if found.captured is None and self.asks_every_step:
             found = found._replace(captured=ASKS)
         elif found.captured is None and self.interval is not None and "query" in self.needs:

@@ -81,7 +81,7 @@ def gather(state: StoreState, side: Side, columns: Tensor, runs: Sequence[int]) 
             dense = dequantize_pages(parts, fmt, side, dim).unflatten(0, view.table.shape)
             dense = picked(dense.transpose(1, 2).flatten(2, 3), slots)
         else:
-            parts = take(view, fmt, side, slots)
+            parts = gather_bits(view, fmt, side, slots)
             dense = parts[0] if fmt.bits == 16 else dequantize_pages(parts, fmt, side, dim)
         inside = (columns >= first) & (columns < first + size)
         out = torch.where(inside[:, None, :, None], dense, out)
@@ -93,7 +93,7 @@ def _token_axis(name: str, fmt: PageFormat, side: Side) -> int:
     return 3 if name in ("scale", "zero") or (name == "codes" and side == "values" and fmt.bits < 8) else 2
 
 
-def take(view: RunView, fmt: PageFormat, side: Side, slots: Tensor) -> list[Tensor]:
+def gather_bits(view: RunView, fmt: PageFormat, side: Side, slots: Tensor) -> list[Tensor]:
     """Tokens of a run, as pages have them, bit for bit.
 
     Args:
@@ -116,7 +116,7 @@ def take(view: RunView, fmt: PageFormat, side: Side, slots: Tensor) -> list[Tens
 
 
 def as_pages(parts: Sequence[Tensor], fmt: PageFormat, side: Side, blocks: int) -> list[Tensor]:
-    """Result of `take`, cut into ``blocks`` pages a row: (B * blocks, H, ...)."""
+    """Result of `gather_bits`, cut into ``blocks`` pages a row: (B * blocks, H, ...)."""
     out = []
     for name, part in zip(fmt.names, parts, strict=True):
         axis = _token_axis(name, fmt, side)
@@ -506,7 +506,7 @@ def _rebuilt(
             parts = state.pages(fmt, side, state.batch * blocks)
         else:
             slots = (columns.gather(1, old) - first).clamp(0, size - 1)
-            parts = as_pages(take(view, fmt, side, slots), fmt, side, blocks)
+            parts = as_pages(gather_bits(view, fmt, side, slots), fmt, side, blocks)
         if fmt.whole and not stays:
             kept, new = torch.zeros_like(kept), kept + new
             fresh = order
