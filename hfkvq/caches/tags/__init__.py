@@ -2,8 +2,7 @@
 
 from .axes import MODAL, PAD, SEMANTIC, TAGS, TEMPORAL, age_tags, parse_tag, tag_axes, tag_number
 from .formats import FORMATS, ChatFormat, Opening, Span, find_format, get_format
-from .placeholders import ImageTokens, placeholders
-from .tagger import Extension, Tagger, TagState
+from .tagger import Extension, ImageTokens, Tagger, TagState, placeholders
 
 __all__ = [
     "FORMATS",
