@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..store import StoreBytes
-from ..store.accounting import TokenShares, token_shares
+from ..store.accounting import TokenShares, elements, payload_bits, token_shares
 from ..store.host import is_hosted
 from .layer import KVLayer
 from .recurrent import RecurrentLayer, slots_of
@@ -131,11 +131,11 @@ def memory_of(pieces: Sequence[Any], seen: int) -> MemoryReport:
     layers = [layer for layer in pieces if isinstance(layer, KVLayer)]
     stores = [layer.store for layer in layers if layer.store is not None]
     parts = sum((store.nbytes() for store in stores), StoreBytes())
-    elements = [store.elements() for store in stores]
-    payload = [store.payload_bits() for store in stores]
+    counts = [elements(store.state) for store in stores]
+    payload = [payload_bits(store.state) for store in stores]
 
     def mean(bits: Iterable[float]) -> float:
-        pairs = [(each, n) for each, n in zip(bits, elements, strict=True) if n and not math.isnan(each)]
+        pairs = [(each, n) for each, n in zip(bits, counts, strict=True) if n and not math.isnan(each)]
         return sum(each * n for each, n in pairs) / sum(n for _, n in pairs) if pairs else math.nan
 
     staged = [layer.staged for layer in layers if layer.staged is not None]
@@ -156,7 +156,7 @@ def memory_of(pieces: Sequence[Any], seen: int) -> MemoryReport:
         offloaded=held_bytes(x for x in ours if is_hosted(x)),
         staged=held_bytes(tensor for pair in staged for tensor in pair),
         stock=held_bytes(x for x in others if isinstance(x, torch.Tensor)),
-        elements=sum(elements) + sum(tensor.numel() for pair in staged for tensor in pair),
+        elements=sum(counts) + sum(tensor.numel() for pair in staged for tensor in pair),
         code_bits=mean(bits.room for bits in payload),
         used_bits=mean(bits.used for bits in payload),
         key_bits=mean(bits.keys for bits in payload),

@@ -39,7 +39,7 @@ from hfkvq.kernels.step import MAX_STEP, StepState
 from ..base import outside_inference_mode
 from ..schemes.base import Layout, Scheme
 from . import accounting
-from .accounting import PayloadBits, StoreBytes
+from .accounting import StoreBytes
 from .packing import Packed, packed, unpacked
 from .routing import (
     ColumnTags,
@@ -252,12 +252,8 @@ class KVStore:
         return forecast(self.state.states, self.sizes, tokens, hold)
 
     def fits(self, tokens: int) -> bool:
-        """True if ``tokens`` more can join the tail before anything is sealed."""
-        return self.has_room(tokens, self.forecast(tokens).tail_slots)
-
-    def has_room(self, tokens: int, needs: tuple[int, int]) -> bool:
-        """True if so many new tokens are a step, and tails may grow to the slots that are needed then."""
-        limit = self.tail_limit
+        """True if ``tokens`` more are a step, and can join the tail before anything is sealed."""
+        needs, limit = self.forecast(tokens).tail_slots, self.tail_limit
         return tokens <= MAX_STEP and needs[0] <= limit["keys"] and needs[1] <= limit["values"]
 
     def is_due(self, hold: int = 0) -> bool:
@@ -300,14 +296,6 @@ class KVStore:
     def nbytes(self) -> StoreBytes:
         """Exact bytes by kind (asks the device for the rows' lengths)."""
         return accounting.nbytes(self.state)
-
-    def elements(self) -> int:
-        """Key and value elements of all tokens, forgotten ones included (asks the device)."""
-        return accounting.elements(self.state)
-
-    def payload_bits(self) -> PayloadBits:
-        """Payload bits per element of sealed pages (asks the device)."""
-        return accounting.payload_bits(self.state)
 
     def adopt(self, state: StoreState) -> None:
         """Holds what another state of the same format holds; this one's tensors are given up."""
