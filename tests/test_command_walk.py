@@ -227,3 +227,52 @@ def test_wrong_arguments(files, tmp_path, monkeypatch, path, name, option, value
         # The knob, where one is wrong.
         names |= {"scheme", "knob", "boost_ratio"}
     assert any(each in plain for each in names), said
+
+
+def model_arguments():
+    """Wrong values of every argument of lm-eval's model; of Hugging Face's own by their types."""
+    model = pytest.importorskip("hfkvq.lm_eval.model", reason="pip install 'hfkvq[eval]'")
+    own = {
+        "pretrained": ["/no/such", "{empty}.gguf", "{model}", "", 5, None],
+        "scheme": [*SCHEMES[:4], "{missing}.json", "{empty}.json", "{garbage}.json", "{preset}.json", 5, [], {"a": 1}],
+        "layers": ["abc", 5, [], {"0": "nosuch"}, {"99": "full"}, {"x": "full"}],
+        "ll_mode": ["nosuch", 5, "", None],
+        "ll_chunk": ["abc", 0, -1, 1.5, True, None],
+        "truncate": ["nosuch", 5, "", None],
+        "nosuch": [5],
+        "boost_ratio": ["abc", 9],
+        "batch_size": ["abc", 0, -1, 1.5, "auto:", True],
+        "device": ["abc", "cuda:99", "", 5],
+        "tokenizer": ["/none", 5],
+        **{name: ["bfloat17", "", 5] for name in ("dtype", "softmax_dtype", "mixed_precision_dtype")},
+        **{name: ["abc", 0, -1, 1.5] for name in ("max_length", "max_batch_size")},
+    }
+    signature = inspect.signature(model.HFKVQ.__init__).parameters
+    assert set(signature) - {"self", "others"} <= set(own)
+    for name, kind in model._TYPES.items():
+        if name not in own and name != "return":
+            # A value that no type among them takes.
+            own[name] = [object()] if "str" not in str(kind) or "dict" in str(kind) else [1.5, object()]
+    for name, values in own.items():
+        for value in values:
+            yield pytest.param(name, value, id=f"{name}-{value if type(value) is not object else 'object'}")
+
+
+@pytest.mark.parametrize(("name", "value"), list(model_arguments()))
+def test_wrong_model_arguments(files, name, value):
+    from hfkvq.lm_eval.model import HFKVQ
+
+    if isinstance(value, str):
+        (value,) = files([value])
+    others = {"pretrained": "reference", "scheme": "kitty", "device": "cpu"} | {name: value}
+    with pytest.raises(ValueError, match=r"^\S+: ") as told:
+        HFKVQ(**others)
+    plain = str(told.value).replace("-", "_")
+    assert any(
+        each in plain
+        for each in (
+            name,
+            *(("boost_ratio", "knob") if name == "scheme" else ()),
+            *(("scheme: got 'nosuch'", "model:") if name in ("layers", "pretrained") else ()),
+        )
+    ), plain

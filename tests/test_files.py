@@ -174,6 +174,45 @@ def test_damaged_files(name, tmp_path):
     damage()
 
 
+@pytest.mark.parametrize("name", ["table", "preset", "kernels", "text", "conversations", "sensitivity"])
+def test_a_byte_order_mark_is_no_part_of_a_file(name, tmp_path):
+    file = tmp_path / f"file{'.jsonl' if name in LINES else '.json'}"
+    file.write_text(json.dumps(sound(name, tmp_path)), encoding="utf-8-sig")
+    READERS[name][0](file)
+
+
+@pytest.mark.parametrize("name", ["conversations", "text"])
+def test_lines_of_json(name, tmp_path):
+    """Wrong lines are told by number; what Unicode calls a line break is none."""
+    file = tmp_path / "file.jsonl"
+    last = "words" if name == "text" else "x"
+
+    def line(text):
+        return json.dumps(READERS[name][1]).replace(f'"{last}"', f'"{text}"')
+
+    whole = line("words")
+    file.write_text(f"{whole}\r\n\n{line(f'a{chr(0x2028)}b{chr(0x85)}c')}\n", encoding="utf-8", newline="")
+    assert len(READERS[name][0](file)) == 2
+    for wrong in (whole[:-5], "\x00", line("\\ud800"), "NaN]"):
+        file.write_text(f"{whole}\n{wrong}", encoding="utf-8")
+        with pytest.raises(ValueError, match=rf"{file}: line 2 is not JSON \(.*correct it, or delete the line"):
+            READERS[name][0](file)
+
+
+def test_halves_of_surrogate_pairs_are_no_text():
+    assert parse_json('"\\ud83d\\ude00"') == "\U0001f600"
+    for text in ('"\\ud800"', '{"\\uDC00": 1}', '["a", {"b": ["\\udfff"]}]'):
+        with pytest.raises(ValueError, match="half of a surrogate pair"):
+            parse_json(text)
+
+
+def test_a_file_is_named_with_what_is_wrong_in_it(tmp_path):
+    file = tmp_path / "preset.json"
+    file.write_text(json.dumps({"kind": "hfkvq preset", "scheme": {"scheme": "kitty", "boost_ratio": "much"}}))
+    with pytest.raises(ValueError, match=rf"{file}: boost_ratio: got 'much', allowed a number"):
+        Preset.load(file)
+
+
 @pytest.mark.parametrize("name", ["table", "preset", "kernels", "text"])
 def test_sound_files_are_read(name, tmp_path):
     """Else the tests above would test nothing."""

@@ -226,6 +226,10 @@ BAD = [
     *({"messages": [{"role": role, "content": "a"}]} for role in ("banana", 5, None, [])),
     {"messages": [*QUESTION, {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}]},
     {"messages": [*QUESTION, {"role": "assistant", "tool_calls": [5]}]},
+    *(
+        {"messages": [*QUESTION, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]}
+        for text in ('{"a": "\\ud800"}', "{", "[]", 5)
+    ),
     {"messages": [*QUESTION, {"role": "assistant", "content": "a", "audio": {"id": "1"}}]},
     {"messages": [{"role": "user", "content": "\ud800"}]},
     {"messages": [{"role": "user", "content": "a", "\ud800": 1}]},

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfkvq.caches import Preset, Scheme, get_preset, list_schemes
@@ -96,7 +99,7 @@ def take_arguments(
         table = BitTable.load(knobs["table"])
         knobs["table"] = table.bits
     asked = scheme if isinstance(scheme, str) and chosen is not None else None
-    if chosen is not None and (knobs or layers):
+    if chosen is not None and (knobs or layers is not None):
         changed = get_preset(chosen, layers, **knobs)
         asked = asked if changed == chosen else None
         chosen = changed
@@ -132,6 +135,51 @@ def _take_knobs(scheme: Scheme | None, others: dict[str, Any], model_options: fr
                 "leave it out or choose another scheme."
             )
     return knobs
+
+
+_DEVICES = re.compile(r"(cpu|mps|npu|xpu|hpu)(:\d+)?|cuda(:(?P<number>\d+))?")
+_BATCH_SIZE = re.compile(r"auto(:\d+(\.\d+)?)?|[1-9]\d*")
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    kind = get_origin(kind) or kind
+    return isinstance(value, kind) if isinstance(kind, type) else True
+
+
+def check_options(others: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Refuses values of lm-eval's own options that it would stumble over late, or take for something else.
+
+    Args:
+        others: options by name.
+        hints: types of the options that lm-eval has.
+
+    Raises:
+        ValueError: a value of a wrong type, a dtype or a device that there is not, or a number below 1.
+    """
+    for name, value in others.items():
+        hint = hints.get(name, object)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if not any(_is_a(value, kind) for kind in kinds):
+            words = ", ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+            raise ValueError(f"{name}: got {value!r}, allowed {words}.".replace("NoneType", "None"))
+        if name == "batch_size" and not _BATCH_SIZE.fullmatch(str(value)):
+            raise ValueError(f"{name}: got {value!r}, allowed 1 or more, auto or auto:N.")
+        if name in ("max_batch_size", "max_length") and value is not None and value < 1:
+            raise ValueError(f"{name}: got {value!r}, allowed 1 or more.")
+        known = value == "auto" or not isinstance(value, str) or isinstance(getattr(torch, value, None), torch.dtype)
+        if name.endswith("dtype") and not known:
+            raise ValueError(f"{name}: got {value!r}, allowed auto or the name of a dtype of PyTorch, e.g. bfloat16.")
+        if name == "device" and value is not None:
+            match = _DEVICES.fullmatch(value)
+            if match is None or int(match["number"] or 0) >= max(torch.cuda.device_count(), 1):
+                count = torch.cuda.device_count()
+                raise ValueError(
+                    f"{name}: got {value!r}, allowed cpu, cuda or cuda:N; PyTorch sees {count} CUDA devices."
+                )
 
 
 def check_loading(others: Mapping[str, Any], config: PreTrainedConfig, preset: Preset | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from accelerate.utils import find_executable_batch_size
@@ -28,7 +28,7 @@ from hfkvq.measure.demo.answers import answer_lengths, read_memory
 from hfkvq.measure.models import find_model
 from hfkvq.measure.records import clock
 
-from .arguments import check_loading, take_arguments
+from .arguments import check_loading, check_options, take_arguments
 from .cost import Cost, total
 from .likelihood import Answer, Request, Scorer, batches, group_requests
 
@@ -39,6 +39,7 @@ logger = logging.getLogger("lm_eval.models.hf_kvq")
 HFLM: Any = huggingface.HFLM
 
 _MODEL_OPTIONS = frozenset(inspect.signature(HFLM.__init__).parameters)
+_TYPES = get_type_hints(HFLM.__init__)
 
 
 class _FirstToken(LogitsProcessor):
@@ -99,7 +100,10 @@ class HFKVQ(HFLM):
         truncate: str = "left",
         **others: Any,
     ) -> None:
+        if not isinstance(pretrained, str) and not hasattr(pretrained, "config"):
+            raise ValueError(f"pretrained: got {pretrained!r}, allowed the name of a model, or a loaded one.")
         self.cache_arguments = take_arguments(scheme, layers, ll_mode, ll_chunk, truncate, others, _MODEL_OPTIONS)
+        check_options(others, _TYPES)
         self.costs: dict[str, Cost] = {}
         self._tagger: Tagger | None = None
         self._task = ""
@@ -109,6 +113,24 @@ class HFKVQ(HFLM):
             self._check_heads(pretrained.config)
         super().__init__(find_model(pretrained).path if isinstance(pretrained, str) else pretrained, **others)
         self._check_table()
+
+    def _get_config(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
+        """Reads the config; whatever is wrong with it is a ValueError that names the argument."""
+        try:
+            super()._get_config(pretrained, *args, **kwargs)
+        except Exception as error:
+            # Configs of each kind of model stumble over wrong values in their own way.
+            raise ValueError(f"pretrained: the config of {pretrained!r} cannot be read: {error}") from error
+
+    def _create_tokenizer(self, pretrained: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Loads the tokenizer; whatever is wrong with it is a ValueError that names the argument."""
+        try:
+            return super()._create_tokenizer(pretrained, tokenizer, *args, **kwargs)
+        except (OSError, ValueError) as error:
+            name = "pretrained" if tokenizer is None else "tokenizer"
+            raise ValueError(
+                f"{name}: the tokenizer of {tokenizer or pretrained!r} cannot be loaded: {error}"
+            ) from error
 
     def _get_backend(self, config: Any, *args: Any, **kwargs: Any) -> None:
         """Refuses encoder-decoder models, as soon as the config tells."""

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hfkvq.bounded import parse_json
+
 ENDPOINTS: tuple[str, ...] = ("chat completions", "completions", "responses")
 PROMPTS: dict[str, str] = dict(zip(ENDPOINTS, ("messages", "prompt", "input"), strict=True))
 """The field of each endpoint that holds the prompt."""
@@ -109,7 +111,7 @@ def _content(name: str, value: Any) -> None:
 
 def _arguments(name: str, value: Any) -> None:
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        found = parse_json(value) if isinstance(value, str) else value
     except ValueError:
         found = None
     if not isinstance(found, dict):
@@ -195,7 +197,7 @@ def _stop(name: str, value: Any) -> None:
 
 def _generation_config(name: str, value: Any) -> None:
     try:
-        given = json.loads(value) if isinstance(value, str) else None
+        given = parse_json(value) if isinstance(value, str) else None
     except ValueError:
         given = None
     if not isinstance(given, dict):

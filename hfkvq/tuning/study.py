@@ -112,6 +112,7 @@ def tune(
     study.pruner = MedianPruner(n_startup_trials=5)
     found = TuningStudy(study, preset, distributions, setup)
     found.config = getattr(getattr(objective, "model", None), "config", None)
+    _check(found, storage, study.study_name)
     if created and warm_start:
         knobs = {knob: distribution for knob, distribution in distributions.items() if knob != BUDGET}
         for values in published(preset.scheme, knobs)[:trials]:
@@ -199,7 +200,7 @@ def _open(storage: str | None, name: str, setup: Mapping[str, Any]) -> tuple[opt
             break
         time.sleep(0.2)
         known = study.user_attrs.get(SETUP)
-    if known is None:
+    if not isinstance(known, dict):
         raise ValueError(
             f"storage: the study {name!r} in {shown} was not made by hfkvq; choose another name with --name."
         )
@@ -223,7 +224,7 @@ def load_study(storage: str, name: str) -> TuningStudy:
     try:
         study = optuna.load_study(study_name=name, storage=opened)
     except KeyError:
-        have = ", ".join(optuna.get_all_study_names(opened))
+        have = ", ".join(map(str, optuna.get_all_study_names(opened)))
         raise ValueError(f"storage: {hidden(storage)} has no study {name!r}; it has {have or 'none'}.") from None
     setup = study.user_attrs.get(SETUP)
     if setup is None:
@@ -234,9 +235,36 @@ def load_study(storage: str, name: str) -> TuningStudy:
         described = dict(setup["scheme"])
         layers = described.pop("layers", None)
         preset = get_preset(Scheme.from_dict(described), layers)
+        found = TuningStudy(study, preset, space, setup)
     except DAMAGE as error:
         raise ValueError(f"storage: the study {name!r} in {hidden(storage)} is damaged ({error!r}).") from None
-    return TuningStudy(study, preset, space, setup)
+    _check(found, storage, name)
+    return found
+
+
+def _check(study: TuningStudy, storage: str | None, name: str) -> None:
+    """Reads everything that a study holds, so that damage is told before anything is measured."""
+    if storage is None:
+        return
+    try:
+        study.points()
+        study.references()
+        objectives = len(study.optuna.directions)
+        for trial in study.optuna.get_trials(deepcopy=False):
+            asked = [*trial.system_attrs.get("fixed_params", {}).items(), *trial.params.items()]
+            kinds = (CategoricalDistribution, type(None))
+            numbers = [(knob, value) for knob, value in asked if not isinstance(study.space.get(knob), kinds)]
+            numbers += [("values", value) for value in trial.values or ()]
+            for what, value in numbers:
+                if isinstance(value, bool) or not isinstance(value, (int, float)):
+                    raise ValueError(f"trial {trial.number}: {what}: got {value!r}, allowed a number")
+            if not objectives or len(trial.values or ()) not in (0, objectives):
+                raise ValueError(f"trial {trial.number}: got values {trial.values}, allowed {objectives}")
+    except DAMAGE as error:
+        raise ValueError(
+            f"storage: the study {name!r} in {hidden(storage)} is damaged ({type(error).__name__}: {error}); choose "
+            "another name or another storage."
+        ) from None
 
 
 def _run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from hfkvq.tuning.storage import hidden, open_storage
 from hfkvq.tuning.study import load_study
+from tests.test_files import changed, places
 from tests.tuning.test_study import Known, search
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +43,65 @@ def test_ctrl_c_gives_the_trial_back(tmp_path, where):
     study = search(known, trials=3, storage=storage)
     assert known.calls[0] == stopped.calls[0]
     assert [point.number for point in study.points()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("torn", ['{"op_code":', '{"op_code": 4, "worker_id": "w"}', "\x00\x00"])
+def test_a_torn_last_line_is_taken_out(tmp_path, caplog, torn):
+    """Of a process that was killed, or a full disk: the search goes on, and the journal can be read."""
+    journal = tmp_path / "tuning.log"
+    search(trials=3, storage=str(journal))
+    whole = journal.read_text()
+    journal.write_text(whole + torn)
+    assert len(search(trials=4, storage=str(journal)).points()) == 4
+    assert "the last line was torn" in caplog.text
+    assert journal.read_text().startswith(whole)
+    assert all(json.loads(line) for line in journal.read_text().splitlines())
+
+
+@pytest.mark.parametrize("line", ["garbage", "[]", "{}", '{"op_code"', "\xff"])
+def test_a_damaged_line_is_told_by_its_number(tmp_path, line):
+    journal = tmp_path / "tuning.log"
+    search(trials=2, storage=str(journal))
+    first, *others = journal.read_text().splitlines()
+    journal.write_text("\n".join([first, line, *others]) + "\n")
+    for read in (lambda: search(trials=3, storage=str(journal)), lambda: load_study(str(journal), "mixkvq")):
+        with pytest.raises(ValueError, match=rf"storage: {journal}: line 2 is no operation .* delete the line"):
+            read()
+    assert line in journal.read_text()
+
+
+def test_a_file_of_something_else_stays_as_it_is(tmp_path):
+    file = tmp_path / "notes.log"
+    file.write_text("my notes")
+    with pytest.raises(ValueError, match=f"storage: {file}: line 1 is no operation"):
+        open_storage(str(file))
+    assert file.read_text() == "my notes"
+
+
+def test_values_of_a_wrong_type_in_a_journal(tmp_path):
+    """Any part of any kind of operation: the search goes on, or says that the study is damaged."""
+    journal, other = tmp_path / "tuning.log", tmp_path / "other.log"
+    search(trials=2, storage=str(journal))
+    operations = [json.loads(line) for line in journal.read_text().splitlines()]
+    seen, told = set(), 0
+    for number, operation in enumerate(operations):
+        kind = (operation["op_code"], *operation, *operation.get("user_attr", ()), *operation.get("system_attr", ()))
+        if kind in seen:
+            continue
+        seen.add(kind)
+        for at in [at for at in places(operation) if at][:12]:
+            for value in ("x", None):
+                lines = [*operations[:number], changed(operation, at, value), *operations[number + 1 :]]
+                other.write_text("".join(json.dumps(line) + "\n" for line in lines))
+                for read in (
+                    lambda: search(trials=2, storage=str(other)),
+                    lambda: load_study(str(other), "mixkvq").points(),
+                ):
+                    try:
+                        read()
+                    except ValueError:
+                        told += 1
+    assert told > 50
 
 
 class TestPasswords:

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from hfkvq.bounded import load_json
 from hfkvq.measure.reference import reference_path
 
 from .gguf_files import unpack
@@ -92,12 +93,32 @@ def _unloadable(source: Source, part: str, error: Exception) -> ValueError:
     return ValueError(words)
 
 
+def _check_file(file: Path) -> None:
+    """Refuses a config that Transformers takes for none: one that is no JSON, or has a dtype that is no name."""
+    if not file.is_file():
+        return
+    try:
+        given = load_json(file)
+    except ValueError as error:
+        raise ValueError(f"model: {file} is not JSON ({error}); correct the file.") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"model: {file}: got {type(given).__name__}, allowed a JSON object; correct the file.")
+    for name in ("dtype", "torch_dtype"):
+        kind = given.get(name)
+        known = isinstance(kind, str) and isinstance(getattr(torch, kind.removeprefix("torch."), None), torch.dtype)
+        if kind not in (None, "auto") and not known:
+            allowed = "the name of a dtype of PyTorch, e.g. bfloat16"
+            raise ValueError(f"model: {file}: {name}: got {kind!r}, allowed {allowed}; correct the file.")
+
+
 def read_config(source: Source) -> Any:
     """The config of a model; a folder's ``config.json`` is enough.
 
     Raises:
         ValueError: there is none, its kind of model is unknown, or it has an encoder.
     """
+    for name in ("config.json", "generation_config.json"):
+        _check_file(Path(source.path) / name)
     try:
         config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
     except Exception as error:
@@ -154,7 +175,8 @@ def load_model(source: Source, device: str | torch.device = "cpu", dtype: torch.
         text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         auto = AutoModelForCausalLM if text else AutoModelForImageTextToText
         model = auto.from_pretrained(source.path, dtype=kind, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        # Torn files of weights and generation configs of wrong types have many errors.
         raise _unloadable(source, "", error) from error
     # The wrapper around PreTrainedModel.to confuses type checkers.
     nn.Module.to(model, torch.device(device))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.machinery
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -173,3 +175,62 @@ def test_a_gguf_file_is_a_model_like_any_other(assets: Path, tiny: Path, tmp_pat
     record = json.loads(saved.read_text(encoding="utf-8"))
     assert record["model_file"]["file"] == "tiny.gguf"
     assert find_model(str(tiny)) == source
+
+
+def folder_of(path: Path, **values: object) -> Path:
+    """The reference model's folder without weights, and with these values in its config."""
+    shutil.copytree(reference_path(), path, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    config = json.loads((reference_path() / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | values))
+    return path
+
+
+@pytest.mark.parametrize("field", json.loads((reference_path() / "config.json").read_text()))
+def test_values_of_a_wrong_type_in_a_config(field: str, tmp_path: Path) -> None:
+    """Whatever stands in a field, the config is read, or the error names file and field."""
+    for value in ("x", [], {}, -1, 1.5, True, None, 10**30):
+        source = find_model(str(folder_of(tmp_path, **{field: value})))
+        with contextlib.suppress(ValueError):
+            read_config(source)
+            continue
+        with pytest.raises(ValueError, match=f"{tmp_path}/config.json") as told:
+            read_config(source)
+        said = str(told.value)
+        assert field in said or field in ("layer_types", "model_type", "rope_parameters", "num_hidden_layers"), said
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_key_value_heads": "2"}, "'num_key_value_heads' with value '2' doesn't match any type in .*int.*correct"),
+        ({"dtype": "bfloat17"}, "dtype: got 'bfloat17', allowed the name of a dtype of PyTorch"),
+        ({"dtype": 5}, "dtype: got 5, allowed"),
+        ({"vocab_size": None}, "'vocab_size' expected int, got NoneType"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_file(values: dict, message: str, tmp_path: Path) -> None:
+    source = find_model(str(folder_of(tmp_path, **values)))
+    for read in (read_config, load_model):
+        with pytest.raises(ValueError, match=f"{tmp_path}/config.json.*{message}"):
+            read(source)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "5", "null", "{", '{"a": 1', "[" * 100_000, "\x00"])
+def test_a_config_that_is_no_object(text: str, tmp_path: Path) -> None:
+    folder_of(tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"model: {tmp_path}/config.json"):
+        read_config(find_model(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "tokenizer.json", "generation_config.json", "tokenizer_config.json"]
+)
+def test_a_torn_file_of_a_model(name: str, tmp_path: Path) -> None:
+    shutil.copytree(reference_path(), tmp_path, dirs_exist_ok=True)
+    whole = (tmp_path / name).read_bytes()
+    source = find_model(str(tmp_path))
+    for torn in (whole[: len(whole) // 2], b""):
+        (tmp_path / name).write_bytes(torn)
+        with pytest.raises(ValueError, match=r"cannot be loaded|is not JSON"):
+            (load_tokenizer if "tokenizer" in name else load_model)(source)
