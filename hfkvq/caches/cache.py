@@ -77,8 +77,8 @@ class MixedKVCache(Cache):
 
     Use it as ``model.generate(**inputs, past_key_values=MixedKVCache(model, "kitty-pro"))``. The scheme decides
     how attention layers are stored in pages, also in layers that combine attention with Mamba. Layers with a sliding
-    window use a ring of pages (in 16 bits where the window is short, see `hfkvq.caches.layers.build`).
-    Recurrent states are not compressed.
+    window use a ring of pages, in 16 bits where the window is short (see
+    `hfkvq.caches.layers.build.scheme_for_window`). Recurrent states are not compressed.
 
     By default the constructor sets the config's attention implementation to "hfkvq", which attends to the pages. Other
     caches are not affected: on plain tensors it is stock sdpa (or the model's eager where sdpa lacks a feature).

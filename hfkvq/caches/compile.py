@@ -76,7 +76,7 @@ def layer_plan(scheme: Scheme, shape: LayerShape, dtype: torch.dtype, several: b
 
     Args:
         scheme: of the layer; a window may take 16-bit pages instead, see
-        `hfkvq.caches.layers.build.in_window`. shape: of the layer.
+        `hfkvq.caches.layers.build.scheme_for_window`. shape: of the layer.
         dtype: of the model.
         several: whether steps may have several tokens, which may be taken back.
 

@@ -26,7 +26,7 @@ class Arkv(TieredEviction):
     the layer's own share ρ, measured on the prompt.
 
     Paper: Lei and Ilager, arXiv:2603.08727. Eqs. (3) to (5) are `layer_statistics`, (6) and (7) `strength` and
-    `share`, (9) is `ranking.token_scores`, (8) and (10) are `kept`, `whole` and `ranking.tier_widths`.
+    `share`, (9) is `score_inputs.token_scores`, (8) and (10) are `kept`, `whole` and `ranking.tier_widths`.
     Differs from the paper: B_o is ρ of the tokens kept (eq. 8 counts tokens that Algorithm 1 evicts); the variance in
     eq. (9) is not squared; rows of a batch and their padding are told apart; precision that is lost is not bought back,
     so a token in few bits stays so and its place goes to the next whole one; optional budget in bytes, scores that
@@ -174,7 +174,7 @@ class Arkv(TieredEviction):
         return self.beta * old + (1 - self.beta) * new
 
     def layer_statistics(self, seen: Attention, past: Tensor) -> Tensor:
-        """Entropy, variance and kurtosis of each KV head by ``stats``, see `ranking.paper_statistics`: f32 (N, 3)."""
+        """Entropy, variance and kurtosis of each KV head by ``stats``, see `paper_statistics`: f32 (N, 3)."""
         return (code_statistics if self.stats == "code" else paper_statistics)(seen, past)
 
     def strength(self, statistics: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class ExpectedAttention(TokenEviction):
     Layout: that of ``pages``. Generated tokens stay; each KV head has its own tokens.
 
     Paper: Devoto et al., arXiv:2510.00636, section 3: ``E[exp(q·k/√d)] = exp(μ·k/√d + kᵀΣk/2d)`` for normal queries,
-    times the norm of the value; `ranking.expected_attention`.
+    times the norm of the value; `score_inputs.expected_attention`.
     Differs from the paper: μ and Σ are of the newest ``recent`` queries as attention saw them, positions included. The
     paper takes all queries, without positions, and turns μ and Σ by the mean rotation of the 512 positions to come. So
     future queries are here taken to have the positions of the newest, and the variance by positions is part of Σ.
