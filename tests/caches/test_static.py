@@ -62,7 +62,7 @@ def run(model, forward, cache, steps, ids, mask):
 
 
 # `test_graphs` runs all of `SCHEMES`, without a compiler.
-@pytest.mark.parametrize(("name", "layers"), [("kitty", 2), ("mixkvq", 1), ("arkv", 1)])
+@pytest.mark.parametrize(("name", "layers"), [("kitty", 2), ("arkv", 1)])
 def test_one_graph_serves_every_length(name, layers):
     """Across many page borders, and trims: the tokens and the bits of eager steps, and of a cache that grows."""
     model, (ids, mask) = build("llama", num_hidden_layers=layers), padded(2, 30)
@@ -82,16 +82,6 @@ def test_one_graph_serves_every_length(name, layers):
             assert_same_bits(stored(a, row), stored(b, row))
         # Later layers' keys come from sums over other numbers of columns.
         assert_same_bits(stored(caches[0].layers[0], row), stored(caches[2].layers[0], row))
-
-
-def test_functional_graphs_write_to_the_buffer():
-    """Through AOTAutograd, which knows the step as a function: the buffer is written in place all the same."""
-    model, (ids, mask) = build("llama", num_hidden_layers=1), padded(2, 30)
-    caches = [MixedKVCache(model, SCHEMES["arkv"], max_cache_len=80) for _ in range(2)]
-    forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-    assert torch.equal(
-        run(model, forward, caches[0], 25, ids, mask), run(model, model.forward, caches[1], 25, ids, mask)
-    )
 
 
 def compiling(backend):
@@ -232,12 +222,11 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ["kitty", "arkv"])
-def test_operations_after_compiled_steps(name, stale):
-    case = stale(name)
+def test_operations_after_compiled_steps(stale):
+    case = stale("kitty")
     own = case.cache, case.grown
     # What is compiled serves them all.
-    for operation in OPERATIONS if name == "kitty" else ("crop", "repeat"):
+    for operation in OPERATIONS:
         case.cache, case.grown = copy.deepcopy(own[0]), copy.deepcopy(own[1])
         for cache in (case.cache, case.grown):
             OPERATIONS[operation](cache)
@@ -338,7 +327,7 @@ def test_distinct_tokens_are_compared():
     assert all(len(set(row.tolist())) > 8 for row in found)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "qwen3-next"])
+@pytest.mark.parametrize("family", ["gpt-oss", "qwen3-next"])
 def test_families_compile(family):
     """Whatever is not refused must be traced whole, or `generate` would fail on a GPU."""
     model, ids = build(family), prompt(2, 30)
@@ -424,28 +413,6 @@ def test_compiled_chunks_as_short_as_a_step():
     assert torch.equal(got, expected)
 
 
-def test_offloaded_and_unfinished_layers_keep_their_tokens():
-    model, ids = build("llama", num_hidden_layers=1), prompt(1, 30)
-    forward = torch.compile(model.forward, backend="eager")
-    token = prompt(1, 1, seed=2)
-    with torch.no_grad():
-        cache, other = (MixedKVCache(model, FULL, max_cache_len=80) for _ in range(2))
-        for c in (cache, other):
-            model(ids, past_key_values=c)
-        for layer in cache.layers:
-            layer.offload()
-        cache.between_steps()
-        a, b = (f(token, past_key_values=c).logits for f, c in ((forward, cache), (model, other)))
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-        assert int(cache.get_seq_length()) == 31
-        cache = MixedKVCache(model, FULL, max_cache_len=80)
-        for i in range(len(cache.layers)):
-            cache.update(torch.randn(1, 2, 20, 32), torch.randn(1, 2, 20, 32), i)
-        cache.between_steps()
-        forward(token, past_key_values=cache)
-        assert int(cache.get_seq_length()) == 21
-
-
 def test_detached_caches_are_not_compiled():
     model, ids = copy.deepcopy(build("llama")), prompt(2, 30)
     model.set_attn_implementation("sdpa")
@@ -475,15 +442,3 @@ def test_a_budget_forgets_after_a_reset():
         model(prompt(1, 36), past_key_values=cache)
     cache.crop(-25)
     assert cache.get_seq_length() == 11
-
-
-def test_steps_beyond_a_budget_say_what_to_do():
-    model = build("llama")
-    cache = MixedKVCache(model, SCHEMES["arkv"], max_cache_len=400)
-    forward = torch.compile(model.forward, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        model(prompt(1, 30), past_key_values=cache)
-        for i in range(120):
-            forward(prompt(1, 1, seed=i), past_key_values=cache)
-    with pytest.raises(ValueError, match=r"budget: compiled steps went on .* between_steps\(\) before each step"):
-        cache.memory()
