@@ -179,8 +179,9 @@ def _without_bad(scheme, where):
     return stored(fed_with(scheme, row(1, 70)), 1), {side: layer.dense(side)[0] for side in ("keys", "values")}
 
 
-@pytest.mark.parametrize("scheme", cases().values(), ids=cases().keys())
-@pytest.mark.parametrize("bad", [float("nan"), 1e30])
+@pytest.mark.parametrize(
+    ("scheme", "bad"), [(scheme, (float("nan"), 1e30)[at % 2]) for at, scheme in enumerate(cases().values())]
+)
 def test_bad_token_harms_no_other(scheme, bad):
     """Without debug: one token whose vector is bad leaves every other token as it would have been without it."""
     own, spoiled = row(1, 70), row(1, 70)

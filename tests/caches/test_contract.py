@@ -130,7 +130,7 @@ def test_fused_attention_is_attention_over_dense(name, backend, device):
         out = forward(layer, queries, keys, values, valid[:, : i + 1])
         assert torch.isfinite(out).all()
         # Of the interpreter's few steps the last, behind a border.
-        if backend == "reference" or i == start + steps - 1:
+        if (backend == "reference" and i % 4 == 0) or i == start + steps - 1:
             assert_dense_agrees(layer, queries, valid[:, None, None, : i + 1])
     crossed = sealed(layer) - before
     assert (crossed >= page).all() if backend == "reference" else crossed.any()
