@@ -118,10 +118,9 @@ def test_evicting_layers_trim_between_such_steps(low_bits, pads, taken):
     assert_same(one, other)
 
 
-@pytest.mark.parametrize("name", ["triaxial"])
-def test_rows_that_seal_at_other_times_make_no_more_room(name):
+def test_rows_that_seal_at_other_times_make_no_more_room():
     """Eight rows, of which nearly each is at another place within a unit."""
-    scheme, generator = get_scheme(name), torch.Generator().manual_seed(0)
+    scheme, generator = get_scheme("triaxial"), torch.Generator().manual_seed(0)
     layer, pads = layer_of(scheme), [0, 3, 7, 11, 14, 19, 23, 30]
     padded_prompt(layer, states(8, 40, 32, torch.float32, "cpu", generator), pads)
     for columns in range(41, 240):
@@ -153,10 +152,9 @@ def test_crops_of_what_is_no_whole_unit(monkeypatch):
         assert sealed[1] <= layer.store.state.wide_most
 
 
-@pytest.mark.parametrize("name", ["arkv"])
-def test_steps_without_memory_for_a_buffer_go_one_by_one(name, taken, monkeypatch):
+def test_steps_without_memory_for_a_buffer_go_one_by_one(taken, monkeypatch):
     """Also where it is a larger one that there is no memory for; a later step makes it."""
-    layer, other = layer_of(get_scheme(name)), layer_of(get_scheme(name), buffered=False)
+    layer, other = layer_of(get_scheme("arkv")), layer_of(get_scheme("arkv"), buffered=False)
     generator, allocate = torch.Generator(), StepBuffer._allocate
 
     def fails(*given):
