@@ -97,10 +97,7 @@ def schemes(
     if name is not None:
         if as_markdown:
             fail("markdown: it is the table of all presets; leave the name out.")
-        try:
-            item = presets.explain(name, get_preset(name))
-        except ValueError as error:
-            fail(error)
+        item = presets.explain(name, get_preset(name))
         if as_json:
             typer.echo(json.dumps(item, indent=2))
         else:
@@ -157,25 +154,22 @@ def demo(
 
     logging.disable_progress_bar()
     words = "nothing is saved, and the same command starts over; fewer --samples, --tasks or --schemes take less time."
-    try:
-        settings = Settings(
-            tasks=default_tasks(model) if tasks is None else split(tasks),
-            schemes=split(schemes),
-            samples=samples,
-            batch_size=batch_size,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-        )
-        where = pick_device(device)
-        kind = None if dtype is DType.auto else getattr(torch, dtype.value)
-        subject = load(model, device=where, dtype=kind, outliers=outliers)
-        if subject.reference and where.type == "cpu":
-            # Its operations are so small that several threads gain little, and on a busy machine wait for each other.
-            torch.set_num_threads(1)
-        with stoppable(words), progress_bar() as show:
-            record = run_demo(subject, settings, lambda cache, task, share: show(f"{cache:<13} {task:<13}", share))
-    except (OSError, ValueError) as error:
-        fail(error)
+    settings = Settings(
+        tasks=default_tasks(model) if tasks is None else split(tasks),
+        schemes=split(schemes),
+        samples=samples,
+        batch_size=batch_size,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    )
+    where = pick_device(device)
+    kind = None if dtype is DType.auto else getattr(torch, dtype.value)
+    subject = load(model, device=where, dtype=kind, outliers=outliers)
+    if subject.reference and where.type == "cpu":
+        # Its operations are so small that several threads gain little, and on a busy machine wait for each other.
+        torch.set_num_threads(1)
+    with stoppable(words), progress_bar() as show:
+        record = run_demo(subject, settings, lambda cache, task, share: show(f"{cache:<13} {task:<13}", share))
     console = make_console()
     console.print(report.table(record, wide=console.width >= 118))
     print_notes(console, report.notes(record))
@@ -196,10 +190,7 @@ def _chat_format(given: str | None) -> ChatFormat | None:
 
     if given is None:
         return None
-    try:
-        return ChatFormat.from_file(given) if Path(given).suffix else get_format(given)
-    except (OSError, ValueError, ImportError) as error:
-        fail(error)
+    return ChatFormat.from_file(given) if Path(given).suffix else get_format(given)
 
 
 def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -237,17 +228,14 @@ def tag(
     logging.set_verbosity_error()
     reader = _load_tokenizer(tokenizer)
     found = []
-    try:
-        shown = any(tagging_cli.with_images(one) for one in conversations)
-        maker = load_processor(find_model(tokenizer)) if shown else reader
-        if not maker.chat_template:
-            fail(f"tokenizer: {tokenizer!r} has no chat template, so it cannot write a conversation.")
-        tagger = Tagger.from_tokenizer(maker, form)
-        for one in conversations:
-            ids = tagging_cli.token_ids(one, maker, generation_prompt)
-            found.append(tagging_cli.tagged(ids, [tagger.names[k] for k in tagger.tag(ids)[0].tolist()], reader))
-    except ValueError as error:
-        fail(error)
+    shown = any(tagging_cli.with_images(one) for one in conversations)
+    maker = load_processor(find_model(tokenizer)) if shown else reader
+    if not maker.chat_template:
+        fail(f"tokenizer: {tokenizer!r} has no chat template, so it cannot write a conversation.")
+    tagger = Tagger.from_tokenizer(maker, form)
+    for one in conversations:
+        ids = tagging_cli.token_ids(one, maker, generation_prompt)
+        found.append(tagging_cli.tagged(ids, [tagger.names[k] for k in tagger.tag(ids)[0].tolist()], reader))
     if as_json:
         name = tagger.grammar.format.name if tagger.grammar else None
         typer.echo(json.dumps(tagging_cli.as_json(tokenizer, name, found)))

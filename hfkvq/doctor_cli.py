@@ -14,7 +14,6 @@ from hfkvq.terminal import (
     DType,
     JsonFile,
     Model,
-    fail,
     input_file,
     make_console,
     pick_device,
@@ -61,16 +60,11 @@ def doctor(
     import torch
 
     begin = time.monotonic()
-    try:
-        where = pick_device(device)
-        kind = (
-            getattr(torch, dtype.value) if dtype is not DType.auto else torch.float32 if where.type == "cpu" else None
-        )
-        words = "nothing is saved, and the same command starts over; fewer --presets take less time."
-        with stoppable(words), progress_bar() as show:
-            record = _examine(model, split(presets), text, where, kind, lambda what, share: show(f"{what:<17}", share))
-    except (OSError, ValueError, ImportError) as error:
-        fail(error)
+    where = pick_device(device)
+    kind = getattr(torch, dtype.value) if dtype is not DType.auto else torch.float32 if where.type == "cpu" else None
+    words = "nothing is saved, and the same command starts over; fewer --presets take less time."
+    with stoppable(words), progress_bar() as show:
+        record = _examine(model, split(presets), text, where, kind, lambda what, share: show(f"{what:<17}", share))
     record["seconds"] = time.monotonic() - begin
     console = make_console()
     print_record(console, record)

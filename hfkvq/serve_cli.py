@@ -58,14 +58,11 @@ def serve(
     from hfkvq.caches.schemes.preset import get_preset
     from hfkvq.measure.models import find_model
 
-    try:
-        where = pick_device(device)
-        kind = None if dtype is DType.auto else getattr(torch, dtype.value)
-        found, preset = find_model(model), get_preset(scheme)
-        if preset.layers:
-            raise ValueError(f"scheme: got {scheme!r}, whose layers differ; allowed one scheme for all layers.")
-    except ValueError as error:
-        fail(error)
+    where = pick_device(device)
+    kind = None if dtype is DType.auto else getattr(torch, dtype.value)
+    found, preset = find_model(model), get_preset(scheme)
+    if preset.layers:
+        raise ValueError(f"scheme: got {scheme!r}, whose layers differ; allowed one scheme for all layers.")
     options = {
         "cb_num_blocks": num_blocks,
         "cb_max_batch_tokens": max_batch_tokens,

@@ -102,14 +102,11 @@ def warm(
     names = split(preset)
     if not names:
         fail("preset: got none; give the names of presets, separated by commas (`hfkvq schemes` lists them).")
-    try:
-        number = pick_gpu(gpu)
-        shapes = pick_shapes(model, heads, kv_heads, head_dim, window)
-        chosen = [scheme for name in names for scheme in get_preset(name).schemes]
-        schemes = [scheme.in_layer(layer, 100) for scheme in chosen for layer in range(100)]
-        layers = layers_of(schemes, shapes, getattr(torch, dtype.value))
-    except ValueError as error:
-        fail(error)
+    number = pick_gpu(gpu)
+    shapes = pick_shapes(model, heads, kv_heads, head_dim, window)
+    chosen = [scheme for name in names for scheme in get_preset(name).schemes]
+    schemes = [scheme.in_layer(layer, 100) for scheme in chosen for layer in range(100)]
+    layers = layers_of(schemes, shapes, getattr(torch, dtype.value))
     if importlib.util.find_spec("triton") is None:
         fail("triton: it is not installed, so there is nothing to compile; pip install triton (Linux).")
     begun = time.perf_counter()

@@ -102,13 +102,10 @@ def allocate(
     from .allocation import make_table, sweep
     from .sensitivity import Sensitivity
 
-    try:
-        found = Sensitivity.load(sensitivity)
-        budgets = [round(2 + step / 10, 1) for step in range(21)] if budget is None else [budget]
-        points = sweep(found, budgets, without)
-        table = None if budget is None else make_table(found, budget, without)
-    except ValueError as error:
-        fail(error)
+    found = Sensitivity.load(sensitivity)
+    budgets = [round(2 + step / 10, 1) for step in range(21)] if budget is None else [budget]
+    points = sweep(found, budgets, without)
+    table = None if budget is None else make_table(found, budget, without)
     console = make_console()
     console.print(_sweep(points))
     if table is not None:

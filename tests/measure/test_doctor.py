@@ -125,7 +125,7 @@ class TestCommand:
             (["--presets", "latent-8"], "presets: reference model can use none of them"),
             (["--model", "./nowhere"], "does not exist"),
             (["--device", "tpu"], "device: got 'tpu', allowed auto, cpu, cuda or cuda:N"),
-            (["--text", "nowhere.txt"], "text: nowhere.txt cannot be read"),
+            (["--text", "nowhere.txt"], "--text: got nowhere.txt, which cannot be read"),
             (["--json", "no/where.json"], "json: got no/where.json, but the folder no does not exist"),
         ],
     )

@@ -113,6 +113,7 @@ class TestCommand:
 
         def measured(model, chosen, **options):
             asked.update(options, names=list(chosen))
+            options["on_progress"]("full", 0.0)
             ratio = {"full": 1.0, "kitty-pro": 1.004, "saw-int4": 1.03, "kivi-2": 1.001}
             rows = [
                 {
@@ -127,6 +128,7 @@ class TestCommand:
 
         monkeypatch.setattr(divergence, "measure_text", measured)
         text = tmp_path / "mine.txt"
+        text.write_text("words", encoding="utf-8")
         options = [*SMALL, "--text", text, "--window", "512", "--schemes", "bf16,kitty-pro,saw-int4,kivi-2"]
         done = run(*options)
         assert done.exit_code == 0, done.output

@@ -78,19 +78,16 @@ def _cases(
     """Shapes and formats; ends the command if they make no sense."""
     from . import cases
 
-    try:
-        pairs = list(cases.LATENT_SHAPES if latents else cases.DEFAULT_SHAPES)
-        if sizes is not None:
-            pairs = [cases.parse_size(part) for part in split(sizes)]
-        if latents:
-            shapes = [cases.Shape.of_latents(rows, tokens, latents, dtype.value) for rows, tokens in pairs]
-        else:
-            shapes = [cases.Shape(*pair, dtype=dtype.value, queries=queries, **heads) for pair in pairs]
-        default = cases.LATENT_FORMATS if latents else cases.default_formats()
-        names = default if formats is None else split(formats)
-        cases.check(names, shapes)
-    except ValueError as error:
-        fail(error)
+    pairs = list(cases.LATENT_SHAPES if latents else cases.DEFAULT_SHAPES)
+    if sizes is not None:
+        pairs = [cases.parse_size(part) for part in split(sizes)]
+    if latents:
+        shapes = [cases.Shape.of_latents(rows, tokens, latents, dtype.value) for rows, tokens in pairs]
+    else:
+        shapes = [cases.Shape(*pair, dtype=dtype.value, queries=queries, **heads) for pair in pairs]
+    default = cases.LATENT_FORMATS if latents else cases.default_formats()
+    names = default if formats is None else split(formats)
+    cases.check(names, shapes)
     return shapes, names
 
 
@@ -122,10 +119,7 @@ def bench_kernels(
 
     given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     shapes, names = _cases(sizes, formats, latents, dtype, queries, **given)
-    try:
-        before = kernels.load(compare) if compare is not None else None
-    except ValueError as error:
-        fail(error)
+    before = kernels.load(compare) if compare is not None else None
     device = bench_device()
     console = make_console()
     waiting = stoppable("nothing has been measured yet; compiled kernels are kept.")

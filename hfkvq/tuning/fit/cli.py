@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfkvq.terminal import DType, fail, make_console, number_option, tokens_option
+from hfkvq.terminal import DType, make_console, number_option, tokens_option
 
 # Imports of torch and Transformers are inside the command, so that help is fast.
 if TYPE_CHECKING:
@@ -64,22 +64,19 @@ def fit(
     """Compute what fits on a GPU: weights, each cache, largest batch and context. Needs only the model's config."""
     from .compute import compute
 
-    try:
-        done = compute(
-            model,
-            gpu_memory,
-            context=context,
-            batch=batch,
-            generated=generated,
-            prefill_chunk=prefill_chunk,
-            schemes=schemes,
-            dtype=None if dtype is DType.auto else dtype.value,
-            overhead=overhead,
-            narrow=narrow,
-            beyond=beyond,
-        )
-    except ValueError as error:
-        fail(error)
+    done = compute(
+        model,
+        gpu_memory,
+        context=context,
+        batch=batch,
+        generated=generated,
+        prefill_chunk=prefill_chunk,
+        schemes=schemes,
+        dtype=None if dtype is DType.auto else dtype.value,
+        overhead=overhead,
+        narrow=narrow,
+        beyond=beyond,
+    )
     about, plans = done.about, done.plans
     if as_json:
         typer.echo(json.dumps({**about, "caches": [asdict(each) for each in plans]}, indent=2))

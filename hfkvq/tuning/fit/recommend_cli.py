@@ -85,24 +85,21 @@ def recommend(
     from .compute import compute
     from .recommend import candidates, choose, fits_users, is_unsafe, make_rows, measured_losses
 
-    try:
-        where = pick_device(device)
-        for path in text or ():
-            read_file(path, "text")
-        done = compute(
-            model,
-            gpu_memory,
-            context=context,
-            batch=users or 1,
-            prefill_chunk=prefill_chunk,
-            schemes=schemes,
-            dtype=None if dtype is DType.auto else dtype.value,
-            overhead=overhead,
-            beyond=beyond,
-            default=candidates(),
-        )
-    except ValueError as error:
-        fail(error)
+    where = pick_device(device)
+    for path in text or ():
+        read_file(path, "text")
+    done = compute(
+        model,
+        gpu_memory,
+        context=context,
+        batch=users or 1,
+        prefill_chunk=prefill_chunk,
+        schemes=schemes,
+        dtype=None if dtype is DType.auto else dtype.value,
+        overhead=overhead,
+        beyond=beyond,
+        default=candidates(),
+    )
     if not any(layer.compressed for layer in done.found.layers):
         fail(
             f"model: {done.about['model']} has no layer with only full attention, so nothing is compressed; use "
@@ -153,10 +150,7 @@ def _measure(
 
     begin = time.monotonic()
     chosen = parse_schemes(list(dict.fromkeys(["full", *names])))
-    try:
-        check_scipy("recommend")
-    except ImportError as error:
-        fail(error)
+    check_scipy("recommend")
     told = False
 
     def tell(name: str, share: float) -> None:
