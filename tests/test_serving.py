@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,8 @@ from transformers import (
 )
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.caches.attention.interface import dense_attention
 from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.kernels import use_interpreter
-from hfkvq.kernels.arguments import AttentionArguments
 
 serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
 
@@ -323,43 +320,6 @@ def test_a_request_longer_than_the_pool_is_refused(model):
             manager.add_request(long, request_id="long", max_new_tokens=NEW)
         result = manager.get_result("short", timeout=60)
     assert result.generated_tokens == alone(model, short, "saw-int4")
-
-
-def test_two_models_at_a_time(model):
-    """One with compressed pages, one without, in two threads: neither gets the other's."""
-    torch.manual_seed(1)
-    other = LlamaForCausalLM(copy.deepcopy(model.config)).eval()
-    inputs = prompts(60, 90)
-    expected, found = together(other, inputs), {}
-    with serving.enable(model, "int4"):
-        mine = together(model, inputs)
-        threads = [
-            threading.Thread(target=lambda name=name, own=own: found.setdefault(name, together(own, inputs)))
-            for name, own in (("ours", model), ("stock", other))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert found == {"ours": mine, "stock": expected}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "columns"), [(1, 1), (77, 77), (4100, 4100), (1, 300), (100, 1000), (4500, 9001)])
-def test_attention_of_prompts(tokens, columns):
-    """Of any length, behind anything, among other requests' tokens: as stock attention in float32."""
-    torch.manual_seed(0)
-    batch = [torch.randn(1, columns + 9, h, 128, device="cuda").bfloat16().transpose(1, 2) for h in (4, 2, 2)]
-    query, keys, values = (x[:, :, 5 : 5 + columns] for x in batch)
-    query = query[:, :, -tokens:]
-    arguments = AttentionArguments(0.1)
-    found = serving.prompts.prompt_attention(None, query, keys, values, arguments)
-    exact, plain = (
-        dense_attention(None, *(x.to(kind) for x in (query, keys, values)), arguments)[0]
-        for kind in (torch.float32, torch.bfloat16)
-    )
-    assert found.shape == exact.shape
-    assert (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
 
 
 def test_columns_of_a_batch():

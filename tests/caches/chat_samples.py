@@ -140,34 +140,6 @@ SAMPLES = [
         arguments={"tools": [_WEATHER], "enable_thinking": False, **_GO},
     ),
     Sample(
-        "qwen3-markers-inside-brackets",
-        "qwen3",
-        [
-            ("<|im_start|>user\n", "current delim"),
-            ("Go", "current user"),
-            ("<|im_end|>\n<|im_start|>assistant\n<think>\n", "current delim"),
-            ("A <tool_call> comes.\n", "current reasoning"),
-            ("</think>\n\n<tool_call>\n", "current delim"),
-            ("f <think> x\n", "current tool_call"),
-            ("</tool_call>\n<tool_call>\n", "current delim"),
-            # A call that the end of the message cuts off.
-            ("g", "current tool_call"),
-            ("<|im_end|>\n<|im_start|>user\n", "current delim"),
-        ],
-        "qwen3",
-    ),
-    Sample(
-        "qwen3-not-yet-a-turn",
-        "qwen3",
-        [
-            ("<|im_start|>user\n", "current delim"),
-            ("Go", "current user"),
-            # Whether the user or a tool speaks is not known yet.
-            ("<|im_end|>\n<|im_start|>user\n", "current delim"),
-        ],
-        "qwen3",
-    ),
-    Sample(
         "qwen3-vl-images-of-user-and-tool",
         "qwen3",
         [
@@ -286,18 +258,6 @@ SAMPLES = [
             say("user", [_IMAGE, {"type": "text", "text": "What?"}]),
         ],
         arguments=_GO,
-    ),
-    Sample(
-        "gemma3-soft-tokens",
-        "gemma3",
-        [
-            ("<bos>", "older delim"),
-            ("<start_of_turn>user\n", "current delim"),
-            ("<start_of_image><image_soft_token><image_soft_token><end_of_image>", "current image user"),
-            ("\n\nWhat?", "current user"),
-            ("<end_of_turn>\n<start_of_turn>model\n", "current delim"),
-        ],
-        "<start_of_turn>",
     ),
     Sample(
         "gpt-oss",

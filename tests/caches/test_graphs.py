@@ -253,23 +253,6 @@ def test_no_memory_for_buffers(monkeypatch):
     assert PythonGraph.made
 
 
-def test_copies_of_a_prefix_have_graphs_of_their_own():
-    model, ids = build("llama"), prompt(1, 30)
-    prefix = MixedKVCache(model, SCHEMES["mixkvq"])
-    with torch.no_grad():
-        model(ids, past_key_values=prefix)
-    for seed in range(2):
-        question = torch.cat([ids, prompt(1, 20, seed)], 1)
-        cache = copy.deepcopy(prefix)
-        got = _generate(model, cache, question, max_new_tokens=12)
-        want = copy.deepcopy(MixedKVCache(model, SCHEMES["mixkvq"], graphs=False))
-        with torch.no_grad():
-            model(ids, past_key_values=want)
-        assert torch.equal(got, _generate(model, want, question, max_new_tokens=12))
-    assert PythonGraph.made == 2
-    assert prefix.get_seq_length() == 30
-
-
 def test_a_cache_that_is_gone_keeps_nothing():
     """Without the garbage collector; graphs and buffers go with the last cache of a family."""
     model = build("llama")
@@ -299,20 +282,6 @@ def test_room_of_an_evicted_prompt_is_for_what_it_left():
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
         assert all(layer.buffer.tensor is not None for layer in cache.layers)
         cache.reset()
-
-
-def test_several_turns_grow_and_move():
-    """A prompt that the buffers have no room for leaves them, and the next steps are captured over others."""
-    # One layer's pages are the same whatever attention's last bits are; a second one's are made of those.
-    model = build("llama", num_hidden_layers=1)
-    caches = [MixedKVCache(model, SCHEMES["kitty"], graphs=on) for on in (True, False)]
-    for length in (30, 40, 300, 9):
-        found = []
-        for cache in caches:
-            found.append(steps(model, cache, 5, prompt(1, length)))
-        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-        assert caches[0].get_seq_length() == caches[1].get_seq_length()
-    assert PythonGraph.made > 1
 
 
 def test_tokens_taken_back():

@@ -14,7 +14,6 @@ from evals.families import build, families
 from hfkvq import MixedKVCache, PrefixStore
 from hfkvq.caches import cache_file
 from hfkvq.caches.layers import HybridLayer, RecurrentLayer
-from hfkvq.tuning.fit import cache_bytes
 from tests.caches.driver import small
 from tests.caches.graph_recorder import PythonGraph, captured, taped  # noqa: F401
 from tests.caches.models import prompt
@@ -250,23 +249,6 @@ class TestFailures:
             expected = [model(ids[:, i : i + 1], past_key_values=plain).logits for i in range(5)]
         torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=2e-5)
 
-    def test_states_in_new_tensors_are_not_captured(self, begun, caplog):
-        """As of a model that replaces them in place of writing into them."""
-        model, cache, ids = begun
-        layer = next(x for x in cache.layers if isinstance(x, RecurrentLayer))
-        forward = model.model.layers[0].forward
-
-        def replacing(*args, **kwargs):
-            layer.recurrent_states[0] = layer.recurrent_states[0].clone()
-            return forward(*args, **kwargs)
-
-        model.model.layers[0].forward = replacing
-        with torch.no_grad():
-            for i in range(4):
-                model(ids[:, i : i + 1], past_key_values=cache)
-        assert not PythonGraph.made
-        assert "recurrent states in new tensors" in caplog.text
-
     def test_an_interrupted_replay_is_said_until_reset(self, begun, monkeypatch, tmp_path):
         model, cache, ids = begun
         with torch.no_grad():
@@ -420,18 +402,3 @@ class TestFiles:
         with torch.no_grad():
             pair = [model(ids[:, 40:], past_key_values=x).logits for x in (cache, found)]
         assert torch.equal(*pair)
-
-
-def test_states_are_counted_as_what_they_are():
-    model = build("falcon_h1")
-    model.config.dtype = torch.float32
-    cache = MixedKVCache(model, "kitty")
-    with torch.no_grad():
-        model(prompt(2, 30) % 100, past_key_values=cache)
-        memory = cache.memory()
-    held = sum(x.nbytes for layer in states(cache) for x in layer)
-    assert (memory.states, memory.stock) == (held, 0)
-    assert memory.total == memory.compressed.total + held
-    assert "recurrent states" in str(memory)
-    expected = cache_bytes(model.config, "kitty", 30, 2, torch.float32, graphs=False)
-    assert memory.total == expected

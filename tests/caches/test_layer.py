@@ -377,18 +377,6 @@ def test_rows_that_share_a_page_weigh_its_keys_by_their_own_queries():
 # Handles.
 
 
-def test_update_detaches():
-    """Keys that carry a graph would hold every activation alive."""
-    layer = make(small("kitty"))
-    queries, keys, values = join([row(1, 40)])
-    keys.requires_grad_()
-    for tokens in (slice(0, 30), slice(30, 31), slice(31, 40)):
-        call(layer, queries[:, :, tokens], keys[:, :, tokens] * 1.0, values[:, :, tokens])
-        if layer.staged is not None:
-            assert not layer.staged[0].requires_grad
-    assert not any(x.requires_grad for x in layer.store.tensors())
-
-
 @pytest.mark.parametrize("share", [1, 2, 4])
 @pytest.mark.parametrize("masked", [True, False])
 def test_packed_queries(share, masked):
@@ -405,20 +393,6 @@ def test_packed_queries(share, masked):
     q, k, v = join([x[:31] for x in rows])
     assert_close(out.view(2, HEADS * share, 1, DIM), attention(q[:, :, 30:], k, v, mask if masked else None, SCALING))
     assert layer.staged is None
-
-
-def test_packed_queries_are_counted_once():
-    """Statistics of a packed step are those of the plain one."""
-    scheme = small("kitty", score="qk_abs")
-    plain, packed, own = make(scheme), make(scheme), row(1, 60)
-    for layer in (plain, packed):
-        feed(layer, [own[:30]], [30])
-    for i in range(30, 60):
-        queries, keys, values = join([own[i : i + 1]])
-        feed_as_is(plain, [own[i : i + 1]], [1])
-        handles = packed.update(keys, values)
-        F.scaled_dot_product_attention(queries.view(1, HEADS, SHARE, DIM), *handles)
-    assert_same_bits(stored(packed, 0), stored(plain, 0))
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 16, 25, 40])

@@ -8,16 +8,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from hfkvq import KittyCache, MixedKVCache, TriAxialCache
+from hfkvq import KittyCache, MixedKVCache
 from hfkvq.caches.layers.memory import held_bytes
 from hfkvq.caches.steps import step_buffer
-from hfkvq.caches.tags import parse_tag
 from tests.caches.driver import assert_same_bits, small, stored
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
@@ -146,34 +144,6 @@ def test_saved_caches_may_be_loaded_either_way(tmp_path):
     loaded = [MixedKVCache.load(tmp_path / "cache", model, offloading=on) for on in (False, True)]
     assert_alike(*loaded, rows=2)
     assert_alike(plain, loaded[1], rows=2)
-
-
-def test_tokens_that_change_their_bits():
-    """Pages that a requantization has made."""
-    model, ids, caches = build("llama"), prompt(1, 80), []
-
-    def tag(ids, mask=None):
-        tags = torch.full(ids.shape, parse_tag("current|text|user"), dtype=torch.uint8)
-        if ids.shape[1] > 60:
-            tags[:, :40] = parse_tag("older|text|obs")
-        return tags
-
-    for on in (False, True):
-        cache = TriAxialCache(
-            model,
-            tagger=SimpleNamespace(tag=tag),
-            requantize_on_turn_end=True,
-            page_size=32,
-            sink_length=0,
-            offloading=on,
-        )
-        with torch.no_grad():
-            model(ids[:, :60], past_key_values=cache)
-            model(ids[:, 60:], past_key_values=cache)
-        caches.append(cache)
-    # Of 2 bits.
-    assert caches[1].layers[0].store.counters[2] > 0
-    assert_alike(*caches, rows=1)
 
 
 def test_some_layers():

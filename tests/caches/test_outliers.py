@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from hfkvq import MixedKVCache, get_scheme, list_schemes
+from hfkvq import MixedKVCache, list_schemes
 from hfkvq.caches.base import warn_once
 from hfkvq.caches.layer_state import smoothing
 from hfkvq.caches.schemes.eviction import TokenEviction
@@ -162,34 +162,8 @@ def test_rotated_channels_are_smoothed(name, kind, caplog):
     assert found < plain / 50
 
 
-@pytest.mark.parametrize(("first", "kind"), [(1, "biases"), (1, "factors"), (40, "biases"), (PROMPT, "biases")])
-def test_vectors_of_a_first_prompt(first, kind, caplog, monkeypatch):
-    """Of few tokens, too: they are less good than the model's, and far better than none."""
-    monkeypatch.setattr(smoothing, "measure", lambda *args: {})
-    monkeypatch.setattr("hfkvq.caches.cache.measure", lambda *args: {})
-    found, _ = loss(kind, "saw-int4", caplog, first=first)
-    model = grafted(kind)
-    assert found < (1.2 if first < 40 else 0.7)
-    cache = MixedKVCache(model, "saw-int4")
-    with torch.no_grad():
-        model(text()[:, :first], past_key_values=cache)
-    assert all(layer.smooths_by_prompt and layer.smoothing is not None for layer in cache.layers)
-
-
 def test_schemes_that_are_refused():
     for name, scheme in list_schemes().items():
         if scheme.latents:
             with pytest.raises(ValueError, match="latent"):
                 MixedKVCache(grafted("biases"), name)
-
-
-def test_layers_that_mix():
-    """By the keys alone; of rotated layers most have to be."""
-
-    def of(*names):
-        return smoothing.layers_that_mix({i: get_scheme(name) for i, name in enumerate(names)}, 128)
-
-    assert of("kivi-2", "mixkvq", "kitty", "full", "arkv-origin", "snapkv") == set()
-    assert of("kivi-2", "int4", "snapkv+saw-int4", "arkv") == {1, 2, 3}
-    assert of("kivi-2", "best-4.3", "kivi-2") == set()
-    assert of("best-4.3", "kvarn", "kivi-2") == {0, 1}

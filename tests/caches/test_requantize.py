@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hfkvq import TriAxialCache, get_scheme
-from hfkvq.caches.layer_state import tags as layers
 from hfkvq.caches.layer_state.tags import TokenRecord
 from hfkvq.caches.store import requantize as requantizing
 from hfkvq.caches.store.requantize import requantize_by_tags
@@ -154,24 +153,6 @@ def test_widths_are_the_tables_after_every_turn(model):
     assert cache.memory().code_bits < 3
 
 
-def test_int2_never_becomes_int4(model):
-    """A table by which tokens would deserve more bits as they age, and less again."""
-    table = {"current|text|obs": 2, "turn_m2|text|obs": 2, "turn_m2|text|user": 2}
-    cache, expected = make(model, table=table), Model()
-    ids = torch.empty(1, 0, dtype=torch.long)
-    had: set[int] = set()
-    for number in range(4):
-        ids = torch.cat([ids, turn(50, number)], 1)
-        forward(model, cache, ids[:, -50:])
-        expected.prompt(widths_of(ids, table))
-        expected.check(cache)
-        now = set(positions(cache.layers[0])[0])
-        assert had < now
-        had = now
-    late = widths_of(ids, table)
-    assert any(late[p] == 4 for p in had)
-
-
 def test_the_oldest_go_and_the_rest_waits_for_a_page(model):
     """Of 40 tokens that have come to 2 bits 32 move; the other eight do with those of the next turn."""
     table = {"turn_m1|text|user": 2, "turn_m2|text|user": 2}
@@ -182,15 +163,6 @@ def test_the_oldest_go_and_the_rest_waits_for_a_page(model):
     assert positions(cache.layers[0]) == [list(range(32)), list(range(32, 48))]
     forward(model, cache, torch.tensor([[TURN, 5]]))
     assert positions(cache.layers[0])[0] == list(range(48))
-
-
-def test_tail_tokens_are_sealed_with_the_tag_that_they_have_by_then(model):
-    """What waits unsealed for the new turn goes by its new age, too."""
-    cache = make(model, table={"turn_m1|text|user": 2}, seal_unit=32)
-    forward(model, cache, torch.tensor([[TURN] + [5] * 30]))
-    assert positions(cache.layers[0]) == [[], []]
-    forward(model, cache, torch.tensor([[TURN] + [5] * 40]))
-    assert positions(cache.layers[0]) == [list(range(16)), list(range(16, 64))]
 
 
 # Bytes.
@@ -381,20 +353,6 @@ def test_rows_whose_turn_goes_on_keep_every_bit():
 # Off.
 
 
-def test_a_table_without_ages_changes_nothing(model):
-    """Turns end, all tags are asked again, and every token has the bits of its age already."""
-    table = {f"{age}|text|obs": 2 for age in TEMPORAL}
-    on, off = (make(model, x, table=table) for x in (True, False))
-    # Sixteen results at a time, so that none was left over in 4 bits.
-    parts = [torch.tensor([[TURN] + [5] * 15 + [4] * 16]), turn(1, 1), torch.tensor([[TURN] + [7] * 7])]
-    for part in parts:
-        for cache in (on, off):
-            forward(model, cache, part)
-    assert on.tokens.renewed == 33
-    assert positions(on.layers[0])[0] == list(range(16, 32))
-    same(held(on), held(off))
-
-
 # What fails loses nothing.
 
 
@@ -550,38 +508,6 @@ def test_a_cut_through_two_pages_is_seen_where_counts_would_not_show_it(model):
 
 
 # Who shows the ids.
-
-
-def test_see_tells_of_the_turn_where_no_hook_does(model):
-    ids = torch.cat([turn(100, 0), turn(40, 1)], 1)
-    # Of a config, keys would be smoothed by the prompt.
-    shown, hooked = make(model.config, smooth_keys=False), make(model, smooth_keys=False)
-    for end in (100, 140):
-        shown.see(ids[:, :end])
-        for cache in (shown, hooked):
-            forward(model, cache, ids[:, cache.get_seq_length() : end])
-    assert positions(hooked.layers[0])[0]
-    same(held(shown), held(hooked))
-
-
-def test_chunks_of_a_prompt_that_was_shown_are_one_turn(model, monkeypatch):
-    """Tags are renewed once, from the whole of it, and layers demote once."""
-    calls = []
-    original = layers.requantize_by_tags
-    monkeypatch.setattr(layers, "requantize_by_tags", lambda *args: calls.append(1) or original(*args))
-    cache, ids = make(model), torch.cat([turn(100, 0), turn(60, 1)], 1)
-    forward(model, cache, ids[:, :100])
-    cache.see(ids)
-    for chunk in ids[:, 100:].split(24, 1):
-        forward(model, cache, chunk)
-    assert len(calls) == len(cache.layers)
-    expected = Model()
-    expected.prompt(widths_of(ids[:, :100]))
-    expected.prompt(widths_of(ids)[:124])
-    for end in (148, 160):
-        expected.widths = widths_of(ids)[:end]
-        expected.seal()
-    expected.check(cache)
 
 
 def test_without_all_ids_nothing_is_renewed(model):

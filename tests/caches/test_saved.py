@@ -58,30 +58,6 @@ class ByAge:
         return tags
 
 
-@pytest.mark.parametrize("length", [None, 200])
-def test_windows_whose_longest_row_was_left_out(length, tmp_path):
-    """What is known of rows without asking the device is still of all of them; pages are those of what is there."""
-    model, ids = build("mistral-sliding"), prompt(2, 129)
-    cache, mask = MixedKVCache(model, small("kitty-pro"), max_cache_len=length), torch.ones_like(ids)
-    mask[1, :70] = 0
-    with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
-    cache.reorder_cache(torch.tensor([1, 1]))
-    cache.save(tmp_path / "cache")
-    loaded = MixedKVCache.load(tmp_path / "cache", model)
-    loaded.integrity_check()
-    mask = torch.cat([mask[[1, 1]], torch.ones(2, 60, dtype=mask.dtype)], 1)
-    for end in (130, 140, 189):
-        begin = cache.get_seq_length()
-        with torch.no_grad():
-            logits = [
-                model(prompt(2, end)[:, begin:], attention_mask=mask[:, :end], past_key_values=x).logits
-                for x in (cache, loaded)
-            ]
-        torch.testing.assert_close(*logits)
-    loaded.integrity_check()
-
-
 def test_tags_come_back(tmp_path):
     """The next prompt gives older tokens fewer bits, which needs all their ids."""
     model, tagger = build("llama"), ByAge()
@@ -134,23 +110,6 @@ def test_another_release_is_named(file, monkeypatch):
     _rewritten(file, change)
     with pytest.raises(ValueError, match=r"hfkvq 0\.1\.7 wrote it, and this is "):
         MixedKVCache.load(file, build("llama"))
-
-
-@pytest.mark.parametrize("tokens", [0, 120])
-def test_newest_tokens_can_be_taken_back_as_before(tokens, tmp_path):
-    """What assisted decoding has asked for is kept, by an empty cache and by sliding windows, too."""
-    model, ids = build("gemma2"), prompt(1, 130)
-    cache = MixedKVCache(model, small("kitty-pro"))
-    cache.activate_past_recording()
-    with torch.no_grad():
-        if tokens:
-            model(ids[:, :tokens], past_key_values=cache)
-        cache.save(tmp_path / "cache")
-        loaded = MixedKVCache.load(tmp_path / "cache", model)
-        for x in (cache, loaded):
-            model(ids[:, tokens : tokens + 10], past_key_values=x)
-            x.crop(-6)
-        assert torch.equal(*[model(ids[:, :1], past_key_values=x).logits for x in (cache, loaded)])
 
 
 def packed_alike(one, other):

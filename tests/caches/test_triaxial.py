@@ -248,20 +248,6 @@ def test_a_config_and_see_are_the_model_and_its_hook(model):
         assert positions(shown, row)[0]
 
 
-def test_beams_carry_their_own_ids(model):
-    """What is recorded of each row are the tokens of its beam."""
-    cache, ids = make(model), prompt(2, 40)
-    orders = []
-    original = cache.tokens.take_rows
-    cache.tokens.take_rows = lambda index: (orders.append(index.tolist()), original(index))[1]
-    out = generate(model, cache, ids, 12, num_beams=3, num_return_sequences=3)
-    assert any(order != sorted(order) for order in orders)
-    recorded = cache.tokens.ids[:, : cache.tokens.length].tolist()
-    # The last token of an answer is chosen, not cached; and of the best beams some are among the rows.
-    assert any(row[:51] == one[:51].tolist() for one in out for row in recorded)
-    assert cache.tokens.tags.shape[0] == 6
-
-
 def test_crop_that_would_tear_a_page_changes_nothing(model):
     cache = make(model)
     forward(model, cache, torch.full((1, 32), 2))
@@ -317,18 +303,6 @@ def test_without_token_ids_everything_is_int4_and_a_warning_says_so_once(model, 
     cache.see(more)
     generate(model, cache, more, 2)
     assert len(positions(cache)[0]) >= 32
-
-
-@pytest.mark.parametrize("shown", [30, 40])
-def test_see_wants_more_than_is_cached(model, shown):
-    cache, ids = make(model), prompt(1, 60)
-    forward(model, cache, ids[:, :40])
-    asked = len(cache.tokens.tagger.asked)
-    with pytest.raises(ValueError, match=rf"input_ids: got {shown} tokens, but 40 are cached; pass all tokens"):
-        cache.see(ids[:, :shown])
-    assert (cache.tokens.length, len(cache.tokens.tagger.asked)) == (40, asked)
-    cache.see(ids)
-    forward(model, cache, ids[:, 40:])
 
 
 def test_see_wants_the_conversation_that_is_cached(model):

@@ -9,7 +9,6 @@ import torch
 
 from evals import simulated
 from evals.simulated import LayerFormat, SimulatedCache
-from hfkvq.measure.capture import Capture
 from hfkvq.measure.divergence.naming import find_other
 from hfkvq.measure.texts import KINDS, read_text
 from tests.caches.models import build, prompt
@@ -54,128 +53,6 @@ def test_turboquant_by_hand(bits) -> None:
         low, scale = min(row), (max(row) - min(row)) / (2**bits - 1)
         expected = [math.floor((x - low) / scale + 0.5) * half(scale) + half(low) for x in row]
         assert found.tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def affine_with_whole_zero(group: list[float]) -> list[float]:
-    low, scale = min(group), (max(group) - min(group)) / 3
-    zero = round(-low / scale)
-    codes = [min(3, max(0, round(x / scale) + zero)) for x in group]
-    return [q * half(scale) - half(zero * scale) for q in codes]
-
-
-def test_omni_scaled_by_hand() -> None:
-    torch.manual_seed(1)
-    # Tokens of unequal norms, channels of unequal size.
-    x = torch.randn(1, 2, 8, 16) * torch.rand(8, 1).mul(4).exp() * torch.rand(16).exp()
-    y = torch.einsum("bhnd,de->bhne", x.double(), hadamard(16))
-    norm = (y**2).sum((1, 3)).sqrt()[0]
-    expected = torch.empty_like(y)
-    for h in range(2):
-        for c in range(16):
-            for first in (0, 4):
-                group = [float(y[0, h, t, c] / norm[t]) for t in range(first, first + 4)]
-                expected[0, h, first : first + 4, c] = torch.tensor(affine_with_whole_zero(group))
-    expected = torch.einsum("bhnd,de->bhne", expected * norm[:, None], hadamard(16))
-    torch.testing.assert_close(simulated.omni_keys(x, 4).double(), expected, rtol=1e-4, atol=1e-4)
-    values = torch.empty_like(y)
-    for h in range(2):
-        for t in range(8):
-            for first in range(0, 16, 4):
-                values[0, h, t, first : first + 4] = torch.tensor(
-                    affine_with_whole_zero(y[0, h, t, first : first + 4].tolist())
-                )
-    expected = torch.einsum("bhnd,de->bhne", values, hadamard(16))
-    torch.testing.assert_close(simulated.omni_values(x, 4).double(), expected, rtol=1e-4, atol=1e-4)
-
-
-def captured(rows: int = 2) -> list[Capture]:
-    torch.manual_seed(2)
-    size = torch.linspace(0.2, 3, 8)
-    draws = [
-        (torch.randn(4, 20, 8) * size, torch.randn(2, 20, 8) * size.flip(0), torch.randn(2, 20, 8)) for _ in range(rows)
-    ]
-    return [Capture(*draw, 1.0) for draw in draws]
-
-
-def test_oscars_rotations_by_hand() -> None:
-    given = captured()
-    key_moment, value_moment = torch.zeros(8, 8, dtype=torch.float64), torch.zeros(8, 8, dtype=torch.float64)
-    for h in range(2):
-        # Query heads 2h and 2h + 1 read KV head h.
-        queries = [q for one in given for head in (2 * h, 2 * h + 1) for q in one.query[head].double()]
-        keys, values = ([x for one in given for x in getattr(one, name)[h].double()] for name in ("keys", "values"))
-        moment = sum(torch.outer(q, q) for q in queries) / len(queries)
-        weights = [float(k @ moment @ k) for k in keys]
-        key_moment += moment / 2
-        for weight, value in zip(weights, values, strict=True):
-            value_moment += weight / sum(weights) * torch.outer(value, value) / 2
-    for got, moment in zip(simulated.oscar_rotations(given), (key_moment, value_moment), strict=True):
-        torch.testing.assert_close(got @ got.T, torch.eye(8, dtype=torch.float64))
-        # With the columns in order and the Hadamard matrix undone, the moment is diagonal, and largest last.
-        eigenvalues = torch.linalg.eigvalsh(moment)
-        reverse = [0, 4, 2, 6, 1, 5, 3, 7]
-        back = torch.empty_like(got)
-        for i in range(8):
-            # The i-th largest eigenvalue's column is the one of index 7 - i of an ascending order.
-            back[:, 7 - i] = got[:, reverse[i]]
-        basis = back @ hadamard(8)
-        torch.testing.assert_close(basis.T @ moment @ basis, torch.diag(eigenvalues), rtol=1e-6, atol=1e-6)
-
-
-def test_oscars_codes_by_hand() -> None:
-    torch.manual_seed(3)
-    x, rotation = torch.randn(1, 1, 6, 16) * 2, torch.linalg.qr(torch.randn(16, 16, dtype=torch.float64))[0]
-    got = simulated.oscar(x, rotation, 0.8)
-    for row, found in zip(x[0, 0].double(), got[0, 0], strict=True):
-        y = (row @ rotation).tolist()
-        limit = sorted(map(abs, y))[math.floor(0.8 * 16)]
-        y = [min(limit, max(-limit, each)) for each in y]
-        scale = half((max(y) - min(y)) / 3)
-        zero = half(-min(y) / scale)
-        codes = [min(3, max(0, math.floor(each / scale + zero + 0.5))) for each in y]
-        expected = torch.tensor([(q - zero) * scale for q in codes], dtype=torch.float64) @ rotation.T
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
-
-
-def int4_by_hand(row: torch.Tensor) -> torch.Tensor:
-    low, scale = float(row.min()), half(float(row.max() - row.min()) / 15)
-    codes = [min(15, max(0, math.floor((float(x) - half(low)) / scale + 0.5))) for x in row]
-    return torch.tensor([q * scale + half(low) for q in codes], dtype=torch.float64)
-
-
-def test_saws_hessian_by_hand() -> None:
-    """Eqs. 7 to 11: INT4 in the basis of the queries' eigenvectors, behind blocks of Hadamard matrices."""
-    given = captured()
-    queries = [q for one in given for head in one.query.double() for q in head]
-    moment = sum(torch.outer(q, q) for q in queries) / len(queries)
-    moment = moment + 0.01 * moment.diagonal().mean() * torch.eye(8)
-    turn = simulated.hessian_rotation(given, 0.01)
-    torch.testing.assert_close(turn.T @ moment @ turn, torch.diag(torch.linalg.eigvalsh(moment).flip(0)))
-    assert (turn.gather(0, turn.abs().argmax(0, keepdim=True)) > 0).all()
-    form = simulated.SawHessian(block=4).form(given)
-    whole = torch.block_diag(hadamard(4), hadamard(4)) @ turn
-    x = given[0].keys[None]
-    for row, found in zip(x.flatten(0, 2).double(), form.keys(x).flatten(0, 2).double(), strict=True):
-        torch.testing.assert_close(found, int4_by_hand((row @ whole).float()) @ whole.T, rtol=1e-4, atol=1e-4)
-    assert torch.equal(form.keys(x), form.values(x))
-
-
-def test_saws_kmeans_by_hand() -> None:
-    """Eqs. 5 and 6: the nearest centroid, and INT4 of what is left."""
-    torch.manual_seed(1)
-    middle = torch.tensor([[20.0] * 8, [-20.0] * 8, [20.0, -20.0] * 4])
-    x = middle[torch.arange(60) % 3] + torch.randn(60, 8) * 0.1
-    centres = simulated.kmeans(x, 3)
-    order = torch.cdist(middle, centres).argmin(1)
-    torch.testing.assert_close(centres[order], torch.stack([x[i::3].mean(0) for i in range(3)]))
-    got = simulated.residual(x[None, None], centres[None], None)[0, 0]
-    for i, row in enumerate(x):
-        near = centres[order[i % 3]]
-        torch.testing.assert_close(got[i].double(), near + int4_by_hand(row - near), rtol=1e-4, atol=1e-5)
-    # A codebook of one is the mean.
-    torch.testing.assert_close(simulated.kmeans(x, 1)[0], x.mean(0))
-    plain = simulated.int4(x, None)
-    assert (got - x).abs().mean() < (plain - x).abs().mean() / 3
 
 
 def step(cache: SimulatedCache, count: int, value: float = 9.0) -> tuple[list[float], list[float]]:
