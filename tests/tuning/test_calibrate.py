@@ -161,10 +161,10 @@ def test_forms_of_conversations(line):
     [
         (None, "data: .* cannot be read"),
         ("\n \n", "data: .* holds no conversation"),
-        ('[{"role": "user", "content": "a"}]\n{', "data: line 2 of"),
-        ('{"text": "a"}', r'data: line 1 of .*: expected \{"messages"'),
-        ('[{"content": "a"}]', "data: line 1 of .*: expected a message with a role"),
-        ('["a"]', "data: line 1 of .*: expected a message with a role"),
+        ('[{"role": "user", "content": "a"}]\n{', "data: .*: line 2 is not JSON"),
+        ('{"text": "a"}', r'data: .*: line 1: expected \{"messages"'),
+        ('[{"content": "a"}]', "data: .*: line 1: expected a message with a role"),
+        ('["a"]', "data: .*: line 1: expected a message with a role"),
     ],
 )
 def test_bad_data_files(tmp_path, text, message):
