@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dispatch import call, define, triton_slot
+from .dispatch import Keep, call, define, triton_slot
 from .hadamard import hadamard
 from .pages import RunView, Side, StoreFormat, split_runs
 from .products import qk_pages, sv_pages, table_pages
@@ -242,6 +242,7 @@ def decode_attention(
     store: StoreFormat,
     early: bool = False,
     rows: Tensor | None = None,
+    keep: Keep | None = None,
 ) -> Tensor:
     """Attention over `sink | runs | tail`: ``softmax(scaling * q K̂^T + mask) V̂``, K̂ and V̂ as stored.
 
@@ -271,9 +272,10 @@ def decode_attention(
         early: whether q was there before `step.advance` was launched, since which it has not been written: then it is
             read while the launch before this one still runs.
         rows: i32 (B,), the row of the windows that each row has, of any number of them; None where row b has row b.
+        keep: see `dispatch.call`; a call that takes queries, mask and sinks.
 
     Returns:
         (B, Hq, Q, Dv) in the dtype of q; 0 for queries that see nothing.
     """
-    scoring = mask, sinks, scaling, softcap
-    return call(_decode_attention, q, q, counters, list(windows), list(runs), *scoring, store.spec, early, rows)
+    rest = list(windows), list(runs), mask, sinks, scaling, softcap, store.spec, early, rows
+    return call(_decode_attention, q, q, counters, *rest, keep=keep)

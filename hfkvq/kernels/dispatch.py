@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
+Keep = Callable[[Callable[..., Any]], None]
+"""Takes a call that a launcher has made ready: of the same shapes, over tensors that stay where they are."""
+
 _OPS: dict[str, CustomOpDef] = {}
 _REFERENCES: dict[str, Callable[..., Any]] = {}
 _INTERPRETED: set[str] = set()
@@ -50,8 +53,8 @@ def triton_slot(name: str, launcher: str) -> None:
     def found() -> Callable[..., Any]:
         return getattr(importlib.import_module(f"hfkvq.kernels.triton.{module}"), function)
 
-    def run(*args: Any) -> Any:
-        return found()(*args)
+    def run(*args: Any, **keep: Keep) -> Any:
+        return found()(*args, **keep)
 
     op = _OPS[name]
     _LAUNCHERS[name] = run
@@ -63,7 +66,7 @@ def triton_slot(name: str, launcher: str) -> None:
     _INTERPRETED.add(name)
 
 
-def call(op: CustomOpDef, first: Tensor, *args: Any) -> Any:
+def call(op: CustomOpDef, first: Tensor, *args: Any, keep: Keep | None = None) -> Any:
     """Calls an op as ``op(*args)``, past PyTorch's dispatcher where nothing looks on.
 
     The dispatcher takes some twenty microseconds for an op like these, more than a launch. It is needed while a graph
@@ -73,13 +76,20 @@ def call(op: CustomOpDef, first: Tensor, *args: Any) -> Any:
         op: what `define` returned.
         first: a tensor of the arguments, whose device decides.
         *args: the op's arguments.
+        keep: given by those who call again and again; the launcher of such an op takes it by this name, if there is
+            one to take it.
     """
     if not _is_unobserved(first):
         return op(*args)
     name = op._name
     if name in _LAUNCHERS and _is_kernels_own(first):
-        return _LAUNCHERS[name](*args)
+        return _LAUNCHERS[name](*args) if keep is None else _LAUNCHERS[name](*args, keep=keep)
     return _REFERENCES[name](*args)
+
+
+def is_direct(first: Tensor) -> bool:
+    """True where `call` goes straight to a launcher: then what it was given to `Keep` stands for the call."""
+    return _is_unobserved(first) and _is_kernels_own(first)
 
 
 def _is_unobserved(first: Tensor) -> bool:

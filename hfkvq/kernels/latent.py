@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from .decode import ABSENT, column_positions, decode_attention, dense_columns, visible_probs
-from .dispatch import call, define, triton_slot
+from .dispatch import Keep, call, define, triton_slot
 from .hadamard import hadamard
 from .pages import StoreFormat, split_runs
 
@@ -95,8 +95,9 @@ def store_attention(
     store: StoreFormat,
     early: bool = False,
     rows: Tensor | None = None,
+    keep: Keep | None = None,
 ) -> Tensor:
     """`latent_attention` of a store of latents, whose windows have the batch's rows; else `decode_attention`."""
     if store.latent:
         return latent_attention(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
-    return decode_attention(q, counters, windows, runs, mask, sinks, scaling, softcap, store, early, rows)
+    return decode_attention(q, counters, windows, runs, mask, sinks, scaling, softcap, store, early, rows, keep)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,9 @@ ROOM = "hfkvq_room"
 
 FOLDED = "hfkvq_folded"
 """Attribute of such a mask: what `fold_mask` has made of it."""
+
+KIND = "hfkvq_kind"
+"""Attribute of such a mask: its `mask_kind`, once for all layers."""
 
 COLUMNS = 1024
 """Rows of `step_mask` have a multiple of so many columns in memory."""
@@ -55,3 +60,31 @@ def fold_mask(mask: Tensor | None, batch: int, heads: int) -> Tensor | None:
         made[heads] = step_mask(mask[:, 0, 0].repeat_interleave(heads, 0))
         setattr(mask, FOLDED, made)
     return made[heads]
+
+
+class MaskKind(NamedTuple):
+    """A mask as kernels know it, but for its address.
+
+    Attributes:
+        kind: 0 for none, 1 for a mask of bytes, 2 for one that is added.
+        dtype: its dtype, None for none.
+        length: its columns.
+        strides: by row, head, query and column; 0 where it broadcasts.
+    """
+
+    kind: int = 0
+    dtype: torch.dtype | None = None
+    length: int = 1
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+
+
+def mask_kind(mask: Tensor) -> MaskKind:
+    """Kind of a mask, for kernels; a mask with `ROOM` keeps it while its columns fit."""
+    known: MaskKind | None = getattr(mask, KIND, None)
+    if known is not None:
+        return known
+    strides = tuple([stride if size > 1 else 0 for stride, size in zip(mask.stride(), mask.shape, strict=True)])
+    found = MaskKind(2 if mask.is_floating_point() else 1, mask.dtype, getattr(mask, ROOM, mask.shape[-1]), strides)
+    if has_room(mask):
+        setattr(mask, KIND, found)
+    return found

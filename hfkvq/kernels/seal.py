@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .chance import chance
-from .dispatch import call, define, triton_slot
+from .dispatch import Keep, call, define, triton_slot
 from .groups import F16_MAX, Groups
 from .norms import BALANCE, Balance, page_norms
 from .pages import PageFormat, Side
@@ -221,6 +221,7 @@ def seal(
     choose: str | None = None,
     q_abs: Tensor | None = None,
     norm: Tensor | None = None,
+    keep: Keep | None = None,
 ) -> None:
     """Quantizes tokens of ``source`` into pages: run token ``count[b] + j`` becomes ``source[b, :, index[b, j]]``.
 
@@ -242,6 +243,7 @@ def seal(
         choose: rule by which the raised channels of each page are chosen, instead of ``widths``: see `channel_widths`.
         q_abs: f32 (B, H, D), factor of each channel's score under ``choose``, or None.
         norm: f16 (B, H, m/G, G or D), factors of each new page of a normed format (see `page_norms`); None is 1.
+        keep: see `dispatch.call`; a call that takes nothing.
 
     Raises:
         ValueError: an unknown rule, a rule and widths, or factors for a format that has none.
@@ -252,9 +254,8 @@ def seal(
         raise ValueError("choose: got a rule and widths; pass one of them.")
     if norm is not None and not fmt.normed:
         raise ValueError(f"norm: got factors for pages of format {fmt.spec}, which is not normed; pass None.")
-    call(
-        _seal, source, list(parts), table, count, new, source, index, widths, fmt.spec, side, choose or "", q_abs, norm
-    )
+    rest = widths, fmt.spec, side, choose or "", q_abs, norm
+    call(_seal, source, list(parts), table, count, new, source, index, *rest, keep=keep)
 
 
 def seal_side(
@@ -270,6 +271,7 @@ def seal_side(
     query: Tensor | None = None,
     balance: Balance = BALANCE,
     widths: Tensor | None = None,
+    keep: Keep | None = None,
 ) -> None:
     """Seals tokens of one side of a layer: balances normed pages, raises channels, then `seal`.
 
@@ -289,7 +291,8 @@ def seal_side(
         query: f32 (B, H, D), mean magnitudes of queries, which weigh channels under ``rule``; None for keys alone.
         balance: how normed pages are balanced, see `page_norms`.
         widths: u8 (B, H, m/G, D), bits of each channel, instead of a rule.
+        keep: see `dispatch.call`; a call that takes nothing.
     """
     norm = page_norms(source, index, fmt.axis, fmt.page_size, *balance, new) if fmt.normed else None
     rule = rule if rule and fmt.raised else None
-    seal(parts, table, count, new, source, index, widths, fmt, side, rule, query if rule else None, norm)
+    seal(parts, table, count, new, source, index, widths, fmt, side, rule, query if rule else None, norm, keep)

@@ -512,13 +512,12 @@ def test_tiles_take_the_main_kernel(name):
 def test_integer_products_where_two_columns_hold_a_query(store, share, softcap, expected):
     """The cases above would pass without them."""
     pair_format = pytest.importorskip("hfkvq.kernels.triton.pair_format")
-    from hfkvq.kernels.triton.decode_plan import Queries, Scoring, decode_plan
+    from hfkvq.kernels.triton.decode_plan import Queries, Scoring, plan_of
 
     dtype = torch.bfloat16
     query = Queries((1, share, 1, 128), (share * 128, 128, share * 128, 1), dtype, dtype)
     scoring = Scoring(None, None, 0.1, softcap)
-    plan = decode_plan(store, query, (1, 128, 32, 32, dtype), (1,), scoring, torch.device("cpu"), 0)
-    assert plan is not None
+    plan = plan_of(store, query, (1, 128, 32, 32, dtype), (1,), scoring, torch.device("cpu"), 0, False, 0)
     assert pair_format.PairFormat(*plan.launches[0].constants["FORMATS"][0]).digits == expected
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..decode import LENGTH, RUNS, START
+from ..dispatch import Keep, is_direct
 from ..pages import SIDES, RunView, split_runs
 from .plan import MAX_STEP, StepPlan
 
@@ -60,6 +61,7 @@ class StepState:
         ahead: how offloaded pages come to the device; None where they are read in place.
         rows: i32 (B,), where windows and sums have other rows than the batch: that of each row; None in a buffer. The
             index is of `sources` then.
+        memo: what has been worked out for these tensors: calls that are `ready`, and slots that are due.
     """
 
     counters: Tensor
@@ -75,7 +77,16 @@ class StepState:
     query: Tensor
     ahead: Ahead | None = None
     rows: Tensor | None = None
-    _slots: dict[int, list[Tensor]] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict, init=False)
+
+    def ready(self, key: Any, first: Tensor) -> Callable[..., Any] | None:
+        """The call that was kept under a key, for a tensor that comes with it; None where it must go the whole way."""
+        found = self.memo.get(key)
+        return found if found is not None and is_direct(first) else None
+
+    def keep(self, key: Any) -> Keep | None:
+        """Keeps a call under a key; None where tensors are made anew in each step."""
+        return partial(self.memo.__setitem__, key) if self.rows is None else None
 
     def flat_runs(self) -> list[Tensor]:
         """All runs' tensors in the order ops take them."""
@@ -107,11 +118,11 @@ class StepState:
 
     def due_slots(self, plan: StepPlan, tokens: int) -> list[Tensor]:
         """Room for the slots that are due after a step of ``tokens``: i32 (B, m) for keys and for values."""
-        found = self._slots.get(tokens)
+        found = self.memo.get(("due", tokens))
         if found is None:
             most = [plan.due(at, tokens) for at in (0, 1)]
             found = [x[: plan.rows * n].view(plan.rows, n) for x, n in zip(self.index, most, strict=True)]
-            self._slots[tokens] = found
+            self.memo["due", tokens] = found
         return found
 
 

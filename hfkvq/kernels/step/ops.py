@@ -8,7 +8,7 @@ where nothing is. What they have sealed is counted when the next step begins: se
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..arguments import AttentionArguments
 from ..decode import LENGTH, START, sealed_count
-from ..dispatch import call, define, reference, triton_slot
+from ..dispatch import Keep, call, define, reference, triton_slot
 from ..latent import store_attention
-from ..masks import fold_mask
+from ..masks import fold_mask, has_room, mask_kind
 from ..pages import SIDES
 from ..seal import seal_side
 from ..windows import tokens_due_by_row
@@ -86,6 +86,11 @@ def advance(keys: Tensor, values: Tensor, state: StepState, plan: StepPlan) -> N
         plan: what they hold.
     """
     form, tokens = plan.format, keys.shape[2]
+    key = "advance", keys.shape, keys.stride(), keys.dtype, values.shape, values.stride(), values.dtype
+    ready = state.ready(key, keys)
+    if ready is not None:
+        ready(keys, values)
+        return
     index = state.due_slots(plan, tokens)
     scratch = [state.new, state.sealed, *index, state.flag]
     last = state.runs[-1]
@@ -93,7 +98,7 @@ def advance(keys: Tensor, values: Tensor, state: StepState, plan: StepPlan) -> N
         scratch.append(last.pos)
     room, windows = plan.blocks[-1] * form.runs[-1][0].page_size, (list(plan.local), list(plan.unit))
     rest = state.counters, state.windows, scratch, plan.capacity, room, *windows, form.rotate_keys, form.rotate_values
-    call(_advance, keys, keys, values, *rest)
+    call(_advance, keys, keys, values, *rest, keep=state.keep(key))
 
 
 @define("observe", mutates=("sums", "counts", "weight"))
@@ -126,6 +131,7 @@ def observe(
     sealed: Tensor | None = None,
     weight: Tensor | None = None,
     rows: Tensor | None = None,
+    keep: Keep | None = None,
 ) -> None:
     """Adds magnitudes of queries to their sums, which begin anew where something was sealed.
 
@@ -137,18 +143,24 @@ def observe(
         weight: f32 (B, H, D), written: the mean of the queries in ``sums``; None if it is not asked for.
         rows: i32 (B,), the row of ``sums`` and ``counts`` that each row has, of any number of them; None where row b
             has row b.
+        keep: see `dispatch.call`; a call that takes queries.
     """
-    call(_observe, q, q, sealed, sums, counts, weight, rows)
+    call(_observe, q, q, sealed, sums, counts, weight, rows, keep=keep)
 
 
 def seal_due(state: StepState, plan: StepPlan, tokens: int, sides: Sequence[int] = (0, 1)) -> None:
     """Seals, into the last run, what `advance` found due: keys (0), values (1) or both."""
     run, formats, index = state.runs[-1], plan.format.runs[-1], state.due_slots(plan, tokens)
     for at in sides:
+        ready = state.ready(("seal", at, tokens), state.counters)
+        if ready is not None:
+            ready()
+            continue
         side, fmt = SIDES[at], formats[at]
         pages = (run.keys, run.values)[at], run.table, state.last_counts[at], state.due_now[at]
         query = state.weight if plan.sums_queries else None
-        seal_side(*pages, state.sources[at], index[at], fmt, side, plan.rule, query, plan.balance[at])
+        rest = state.sources[at], index[at], fmt, side, plan.rule, query, plan.balance[at]
+        seal_side(*pages, *rest, keep=state.keep(("seal", at, tokens)))
 
 
 @lru_cache(maxsize=64)
@@ -156,23 +168,21 @@ def _side_stream(device: torch.device, number: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-@contextlib.contextmanager
-def _beside(x: Tensor, branches: int) -> Iterator[list[contextlib.AbstractContextManager[object]]]:
-    """Contexts whose kernels become branches of their own in the CUDA graph that is being recorded, if one is.
+def _branches(x: Tensor, count: int) -> list[torch.cuda.Stream]:
+    """Streams whose kernels become branches of their own in the CUDA graph that is being recorded, if one is.
 
-    Branches begin with what has been launched before and end with this context. Where nothing is recorded their kernels
-    go to the same stream: to change streams costs more than they take.
+    Branches begin with what has been launched before; the current stream has to wait for them. Where nothing is
+    recorded there are none: to change streams costs more than their kernels take.
     """
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
-        yield [contextlib.nullcontext()] * branches
-        return
-    main = torch.cuda.current_stream(x.device)
-    sides = [_side_stream(x.device, number) for number in range(branches)]
+        return []
+    sides = [_side_stream(x.device, number) for number in range(count)]
     for side in sides:
-        side.wait_stream(main)
-    yield [torch.cuda.stream(side) for side in sides]
-    for side in sides:
-        main.wait_stream(side)
+        side.wait_stream(torch.cuda.current_stream(x.device))
+    return sides
+
+
+_NO_BRANCH = contextlib.nullcontext()
 
 
 def _fetched(state: StepState) -> list[Tensor]:
@@ -251,26 +261,43 @@ def attend_and_seal(
     scaling, mask, softcap, sinks, *_ = arguments
     # Attention is as long as two kernels that find nothing to do. More than two in a row would be waited for.
     long = due and (plan.sums_queries or any(fmt.normed for fmt in plan.format.runs[-1]))
-    with _beside(q, 2 if long else 1) as beside:
-        # Pages that are sealed now are no part of what is attended to, so both can run at the same time.
-        with beside[0]:
-            if plan.sums_queries:
-                # A buffer's sums of all queries never begin anew; a slot's do with its next request.
-                sealed = None if plan.query == "total" and state.rows is None else state.sealed
-                observe(q, state.sums, state.counts, sealed, state.weight, state.rows)
-            elif plan.query == "keep":
-                state.query.copy_(whole[:, :, -1:])
-            if due:
-                seal_due(state, plan, tokens, (0,))
-        # Values ask for no queries.
-        with beside[-1]:
-            if due:
-                seal_due(state, plan, tokens, (1,))
+    sides = _branches(q, 2 if long else 1)
+    # Pages that are sealed now are no part of what is attended to, so both can run at the same time.
+    with torch.cuda.stream(sides[0]) if sides else _NO_BRANCH:
+        if plan.sums_queries:
+            # A buffer's sums of all queries never begin anew; a slot's do with its next request.
+            sealed = None if plan.query == "total" and state.rows is None else state.sealed
+            key = "observe", q.shape, q.stride(), q.dtype
+            ready = state.ready(key, q)
+            if ready is None:
+                observe(q, state.sums, state.counts, sealed, state.weight, state.rows, state.keep(key))
+            else:
+                ready(q)
+        elif plan.query == "keep":
+            state.query.copy_(whole[:, :, -1:])
+        if due:
+            seal_due(state, plan, tokens, (0,))
+    # Values ask for no queries.
+    with torch.cuda.stream(sides[-1]) if sides else _NO_BRANCH:
+        if due:
+            seal_due(state, plan, tokens, (1,))
+    own = state.flat_runs()
+    # Other masks differ from step to step, and pages that come a layer ahead lie elsewhere.
+    alike = (runs is None or runs is own) and (mask is None or has_room(mask))
+    given = None if sinks is None else (sinks.shape, sinks.dtype)
+    key = "attend", q.shape, q.stride(), q.dtype, mask if mask is None else mask_kind(mask), given, scaling, softcap
+    ready = state.ready(key, q) if alike else None
+    if ready is None:
         # A buffer's queries were there before `advance`.
-        return store_attention(
-            q, state.counters, state.windows, state.flat_runs() if runs is None else runs, mask, sinks, scaling,
-            softcap, plan.format, state.rows is None, state.rows,
+        out = store_attention(
+            q, state.counters, state.windows, own if runs is None else runs, mask, sinks, scaling, softcap, plan.format,
+            state.rows is None, state.rows, state.keep(key) if alike else None,
         )  # fmt: skip
+    else:
+        out = ready(q, mask, sinks)
+    for side in sides:
+        torch.cuda.current_stream(q.device).wait_stream(side)
+    return out
 
 
 @torch.library.custom_op("hfkvq::step", mutates_args=("buffer", "pages"))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..dispatch import Keep
 from ..hadamard import hadamard
+from ..masks import mask_kind
 from ..pages import StoreFormat
 from .compile import Wanted
 from .configs import edition
 from .decode_formats import BLOCK, is_served
-from .decode_plan import LONG, Queries, Scoring, plan_of, rotates, table_places
+from .decode_plan import LONG, Plan, Queries, Scoring, plan_of, rotates, table_places
 from .dequantized import dequantized_decode
-from .merge import SPLITS, mask_kind, mask_words, merge_launch, sinks_kind
+from .merge import SPLITS, mask_words, merge_launch, sinks_kind
 
 
 def decode_wanted(
@@ -76,38 +78,61 @@ def decode_attention_triton(
     store: str,
     early: bool = False,
     rows: Tensor | None = None,
+    keep: Keep | None = None,
 ) -> Tensor:
     """Launcher of `hfkvq.kernels.decode_attention`."""
-    head_dim, dtype = q.shape[-1], q.dtype
+    head_dim, given = q.shape[-1], q
     sink_k, sink_v, tail_k, tail_v = windows
     value_dim = sink_v.shape[-1]
-    if not is_served(store, head_dim, value_dim, dtype):
+    if not is_served(store, head_dim, value_dim, q.dtype):
         return dequantized_decode(q, counters, windows, runs, mask, sinks, scaling, softcap, store, rows)
     rotate = rotates(store, head_dim)
     if not rotate and (outside := StoreFormat.parse(store).rotate_keys):
         q, early = hadamard(q.float(), outside), False
     elif q.stride(-1) != 1:
         q, early = q.contiguous(), False
-    tables = table_places(store)
-    tensors = [q, counters, *windows, *runs]
-    if not all([x.is_contiguous() for x in tensors[1:]]):
-        tensors[1:] = [x.contiguous() for x in tensors[1:]]
-    query = Queries(q.shape, q.stride(), q.dtype, dtype)
-    held = (sink_k.shape[1], value_dim, tail_k.shape[2], tail_v.shape[2], tail_k.dtype)
-    blocks = tuple([runs[at].shape[1] for at in tables])
+    held = [counters, *windows, *runs]
+    stays = q is given and all([x.is_contiguous() for x in held])
+    if not stays:
+        held = [x.contiguous() for x in held]
+    query = Queries(q.shape, q.stride(), q.dtype, given.dtype)
+    sizes = (sink_k.shape[1], value_dim, tail_k.shape[2], tail_v.shape[2], tail_k.dtype)
+    blocks = tuple([runs[at].shape[1] for at in table_places(store)])
     scoring = Scoring(None if mask is None else mask_kind(mask), sinks_kind(sinks), scaling, softcap)
-    plan = plan_of(store, query, held, blocks, scoring, q.device, rotate, early, edition(), rows is not None)
-    shape = plan.part
-    part = torch.empty(shape, dtype=torch.float32, device=q.device)
-    top = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
-    total = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
-    out = torch.empty(plan.out, dtype=plan.dtype, device=q.device)
-    if mask is not None:
-        tensors.append(mask_words(mask))
-    if rows is not None:
-        tensors.append(rows)
-    for launch in plan.launches:
-        launch(*tensors, part, top, total)
+    made = edition()
+    plan = plan_of(store, query, sizes, blocks, scoring, q.device, rotate, early, made, rows is not None)
+    last = [] if rows is None else [rows]
+    if keep is not None and stays and not last:
+        bound = [launch.bound(None, *held, *[None] * (3 if mask is None else 4)) for launch in plan.launches]
+
+        def again(q: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+            if made != edition():
+                rest = mask, sinks, scaling, softcap, store, early
+                return decode_attention_triton(q, counters, windows, runs, *rest)
+            return _merged(plan, bound, q, [], [] if mask is None else [mask_words(mask)], sinks, q.dtype)
+
+        keep(again)
+    last = [*([] if mask is None else [mask_words(mask)]), *last]
+    return _merged(plan, plan.launches, q, held, last, sinks, given.dtype)
+
+
+def _merged(
+    plan: Plan,
+    launches: Sequence[Callable[..., None]],
+    q: Tensor,
+    held: Sequence[Tensor],
+    last: Sequence[Tensor],
+    sinks: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Launches of queries, what is held, and what comes last before the sums of splits, and their merge."""
+    shape, device = plan.part, q.device
+    part = torch.empty(shape, dtype=torch.float32, device=device)
+    top = torch.empty(shape[:3], dtype=torch.float32, device=device)
+    total = torch.empty(shape[:3], dtype=torch.float32, device=device)
+    out = torch.empty(plan.out, dtype=plan.dtype, device=device)
+    for launch in launches:
+        launch(q, *held, *last, part, top, total)
     if sinks is None:
         plan.merge(part, top, total, out)
     else:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from ..hadamard import factor_of
+from ..masks import MaskKind
 from ..pages import PageFormat, StoreFormat
 from ._lib import capability, cdiv, multiprocessors, power, shared_memory
 from .attend import decode_kernel
 from .configs import Knobs, key_of, lookup
-from .decode_formats import DTYPES, is_served, loose_room, most_behind, pair_format, split_counts, takes_digits
+from .decode_formats import DTYPES, loose_room, most_behind, pair_format, split_counts, takes_digits
 from .launch import Launch, Nest
-from .merge import SPLITS, MaskKind, merge_launch
+from .merge import SPLITS, merge_launch
 from .pair_format import KEY_TENSORS, VALUE_TENSORS, PairFormat
 
 
@@ -283,23 +284,3 @@ def rotates(store: str, head_dim: int) -> int:
     form = StoreFormat.parse(store)
     outside = power(head_dim) != head_dim or any(keys.bits == 8 for keys, _ in form.runs)
     return 0 if outside else form.rotate_keys
-
-
-@lru_cache(maxsize=1024)
-def decode_plan(
-    store: str,
-    query: Queries,
-    windows: Windows,
-    blocks: tuple[int, ...],
-    scoring: Scoring,
-    device: torch.device,
-    edition: int,
-) -> Plan | None:
-    """Plan of attention without sinks: `plan_of`; None where there is more to do than one launch and its merge."""
-    head_dim = query.shape[3]
-    served = is_served(store, head_dim, windows[1], query.dtype) and query.stride[3] == 1
-    rotate = rotates(store, head_dim) if served else 0
-    if not served or rotate != StoreFormat.parse(store).rotate_keys:
-        return None
-    plan = plan_of(store, query, windows, blocks, scoring, device, rotate, False, edition)
-    return plan if len(plan.launches) == 1 else None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..dispatch import reference
 from ..hadamard import hadamard
+from ..masks import MaskKind, mask_kind
 from ..pages import PageFormat, RunView, StoreFormat, split_runs
 from ._lib import (
     DOT_DTYPES,
@@ -31,7 +32,7 @@ from ._lib import (
 from .attend_rows import first_token, last_past, mask_start
 from .fields import LOG2E
 from .key_logits import soft_cap
-from .merge import MaskKind, mask_kind, mask_words, merge_launch, sinks_kind
+from .merge import mask_words, merge_launch, sinks_kind
 
 PROGRAMS_PER_SM = 8
 """Aim of the split count: enough programs to keep every multiprocessor's memory pipe full to the end."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..dispatch import reference
 from ..hadamard import block_of, factor_of, hadamard
+from ..masks import MaskKind, mask_kind
 from ..pages import PageFormat, StoreFormat
 from ._lib import capability, cdiv, multiprocessors, power
 from .compile import Wanted
@@ -20,7 +21,7 @@ from .decode_plan import Queries, Scoring
 from .hadamard import turn_back_launch
 from .latent_kernel import latent_kernel
 from .launch import Launch, Nest
-from .merge import SPLITS, MaskKind, mask_kind, mask_words, merge_launch, sinks_kind
+from .merge import SPLITS, mask_words, merge_launch, sinks_kind
 
 
 class LatentPlan(NamedTuple):

@@ -83,6 +83,33 @@ class Launch:
             with torch.cuda.device(self._index):
                 self._launch(tensors)
 
+    def bound(self, *tensors: Tensor | None) -> Callable[..., None]:
+        """The launch with tensors that stay where they are; it takes those that are None here, in their order.
+
+        Addresses of the others are asked once, and nested once: they must live, and not move, as long as this is used.
+        """
+        marks = [object() if x is None else x.data_ptr() for x in tensors]
+        new = [mark for mark, x in zip(marks, tensors, strict=True) if x is None]
+        # The variant where those that come are aligned.
+        variant = _alignment([0 if x is None else x.data_ptr() for x in tensors])
+        nested = list(marks if self._nest is None else self._nest(marks))
+        holes = [(at, new.index(x)) for at, x in enumerate(nested) if x in new]
+        assert len({which for _, which in holes}) == len(new), "tensors that come with a call lie in no tuple"
+
+        def launch(*given: Tensor) -> None:
+            addresses = [x.data_ptr() for x in given]
+            ready = None if reduce(or_, addresses, 0) & 15 else self._ready.get(variant)
+            if ready is None or (self._index is not None and torch.cuda.current_device() != self._index):
+                rest = iter(given)
+                self(*[next(rest) if x is None else x for x in tensors])
+                return
+            own = nested.copy()
+            for at, which in holes:
+                own[at] = addresses[which]
+            self._run(ready, own)
+
+        return launch
+
     def wanted(self, kinds: Sequence[torch.dtype]) -> Wanted:
         """The variant for aligned tensors of these dtypes; of fp8 what the kernel reads in its place."""
         given = [MockTensor(kind) for kind in kinds]
@@ -97,7 +124,9 @@ class Launch:
             own = tuple(tensors) if self._nest is None else self._nest(tensors)
             self._note(self._kernel[self.grid](*own, *self._given, **self.constants), own, addresses)
             return
-        own = addresses if self._nest is None else self._nest(addresses)
+        self._run(ready, addresses if self._nest is None else self._nest(addresses))
+
+    def _run(self, ready: Any, own: Sequence[Any]) -> None:
         if is_watched():
             ready[self.grid](*own, *self._rest)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..hadamard import block_of, factor_of
-from ..masks import ROOM
 from ._lib import cdiv, power
 from .fields import LOG2E
 from .hadamard import turned
@@ -132,28 +131,6 @@ def _without_sinks(given: Sequence[Any]) -> tuple[Any, ...]:
 def sinks_kind(sinks: Tensor | None) -> tuple[int, torch.dtype] | None:
     """Kind of attention sinks, for `merge_launch`."""
     return None if sinks is None else (sinks.shape[0], sinks.dtype)
-
-
-class MaskKind(NamedTuple):
-    """A mask as kernels know it, but for its address.
-
-    Attributes:
-        kind: 0 for none, 1 for a mask of bytes, 2 for one that is added.
-        dtype: its dtype, None for none.
-        length: its columns.
-        strides: by row, head, query and column; 0 where it broadcasts.
-    """
-
-    kind: int = 0
-    dtype: torch.dtype | None = None
-    length: int = 1
-    strides: tuple[int, ...] = (0, 0, 0, 0)
-
-
-def mask_kind(mask: Tensor) -> MaskKind:
-    """Kind of a mask, for kernels; a mask with `ROOM` keeps it while its columns fit."""
-    strides = tuple([stride if size > 1 else 0 for stride, size in zip(mask.stride(), mask.shape, strict=True)])
-    return MaskKind(2 if mask.is_floating_point() else 1, mask.dtype, getattr(mask, ROOM, mask.shape[-1]), strides)
 
 
 def mask_words(mask: Tensor) -> Tensor:

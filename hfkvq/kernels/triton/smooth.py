@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..dispatch import reference
-from ._lib import DOT_DTYPES, cdiv, on_device, power
+from ._lib import DOT_DTYPES, cdiv, power
 from .hadamard import saturated
+from .launch import Launch
 
 TILE = 2048
 """Elements that a program takes."""
@@ -59,18 +63,30 @@ def smooth_triton(q: Tensor, k: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor
         return reference("smooth")(q, k, vectors)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     out_q, out_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    (_, query_heads, queries, dim), (_, heads, tokens, _) = q.shape, k.shape
-    query_rows, key_rows = q.numel() // dim, k.numel() // dim
+    launch = smooth_launch(q.shape, q.stride(), k.shape, k.stride(), k.dtype, k.device)
+    if launch is not None:
+        launch(q, k, vectors, out_q, out_k)
+    return out_q, out_k
+
+
+@lru_cache(maxsize=1024)
+def smooth_launch(
+    queries: tuple[int, ...],
+    query_stride: tuple[int, ...],
+    keys: tuple[int, ...],
+    key_stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Launch | None:
+    """Takes queries, keys, the vectors, and what is written; None where there are no elements."""
+    dim, query_rows, key_rows = keys[3], math.prod(queries[:3]), math.prod(keys[:3])
     block = max(1, TILE // power(dim))
     # One token's few rows are spread over more programs.
     block = min(block, 4) if max(query_rows, key_rows) <= 4096 else block
     programs = cdiv(query_rows, block)
     grid = (programs + cdiv(key_rows, block),)
-    if grid[0]:
-        with on_device(k):
-            smooth_kernel[grid](
-                q, k, vectors, out_q, out_k, *q.stride()[:3], *k.stride()[:3], programs,
-                query_heads, max(queries, 1), query_rows, heads, max(tokens, 1), key_rows,
-                D=dim, BR=block, BD=power(dim), num_warps=4,
-            )  # fmt: skip
-    return out_q, out_k
+    numbers = dict(zip(_STRIDES, (*query_stride[:3], *key_stride[:3]), strict=True))
+    numbers |= {"PROGRAMS": programs, "HQ": queries[1], "TQ": max(queries[2], 1), "QROWS": query_rows}
+    numbers |= {"H": keys[1], "TK": max(keys[2], 1), "KROWS": key_rows}
+    constants = {"D": dim, "BR": block, "BD": power(dim), "num_warps": 4}
+    return Launch(smooth_kernel, grid, numbers, constants, device) if grid[0] else None

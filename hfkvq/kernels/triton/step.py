@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode import RUNS, START
-from ..dispatch import reference
+from ..dispatch import Keep, reference
 from ..windows import Sealing
 from ._lib import capability, power
 from .append import NewTokens, append_constants, append_numbers, append_side, is_misrounded, new_rows, new_tokens
@@ -125,6 +125,7 @@ def advance_triton(
     unit: Sequence[int],
     rotate_keys: int,
     rotate_values: int,
+    keep: Keep | None = None,
 ) -> None:
     """Launcher of `hfkvq.kernels.step.advance`; bf16 rounding under the interpreter takes the reference."""
     if is_misrounded(keys, windows[2], rotate_keys or rotate_values):
@@ -136,6 +137,8 @@ def advance_triton(
     positions = scratch[5].shape[1] if len(scratch) > 5 else None
     sealing = Sealing(tuple(local), tuple(unit), (scratch[2].shape[1], scratch[3].shape[1]))
     launch = advance_launch(new, runs, capacity, room, positions, sealing, rotate_keys, rotate_values)
+    if keep is not None:
+        keep(launch.bound(None, None, *windows, counters, *scratch))
     launch(keys, values, *windows, counters, *scratch)
     return None
 
@@ -221,8 +224,12 @@ def observe_triton(
     counts: Tensor,
     weight: Tensor | None,
     rows: Tensor | None = None,
+    keep: Keep | None = None,
 ) -> None:
     """Launcher of `hfkvq.kernels.step.observe`."""
     has = sealed is not None, weight is not None, 0 if rows is None else sums.shape[0]
     launch = observe_launch(q.shape, q.stride(), q.dtype, q.device, sums.shape[1], *has)
-    launch(q, sums, counts, *[x for x in (sealed, weight, rows) if x is not None])
+    own = [sums, counts, *[x for x in (sealed, weight, rows) if x is not None]]
+    if keep is not None:
+        keep(launch.bound(None, *own))
+    launch(q, *own)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import reference
+from ...dispatch import Keep, reference
 from ...pages import PageFormat
 from ...seal import channel_widths
 from .._lib import PARTS, power
@@ -32,6 +32,7 @@ def seal_triton(
     choose: str,
     q_abs: Tensor | None,
     norm: Tensor | None = None,
+    keep: Keep | None = None,
 ) -> None:
     """Launcher of `hfkvq.kernels.seal`; bf16 rounding under the interpreter takes the reference."""
     form, at, odd = _facts(fmt)
@@ -55,7 +56,11 @@ def seal_triton(
     has = (widths is not None and bool(form.raised), weight is not None, None if norm is None else norm.dtype)
     shape, kinds = (batch, heads, head_dim), (source.dtype, stored.dtype, source.device)
     launch = _launch(fmt, side, shape, source.stride(), *kinds, table.shape[1], tokens, rule, has)
-    launch(*parts, table.contiguous(), count.contiguous(), new.contiguous(), source, index.contiguous(), *given)
+    tensors = [*parts, table.contiguous(), count.contiguous(), new.contiguous(), source, index.contiguous(), *given]
+    own = [*parts, table, count, new, source, index, *[x for x in (q_abs,) if x is not None]]
+    if keep is not None and list(map(id, tensors)) == list(map(id, own)):
+        keep(launch.bound(*tensors))
+    launch(*tensors)
     return None
 
 
