@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -246,11 +247,11 @@ def fails_at(monkeypatch, which, of, name):
     """Lets the call of that number fail."""
     calls, real = [], getattr(of, name)
 
-    def call(*given):
+    def call(*given, **named):
         calls.append(given)
         if len(calls) == which:
             raise torch.OutOfMemoryError("none left")
-        return real(*given)
+        return real(*given, **named)
 
     monkeypatch.setattr(of, name, call)
     return calls
@@ -306,6 +307,44 @@ def test_kernels_of_steps_are_those_of_the_operations(name, prompt, taken):
             torch.testing.assert_close(step(one, given), step(other, given))
     assert_same(one, other)
     assert taken["steps"] == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process")
+@pytest.mark.parametrize(("name", "prompt"), [("saw-int4", 20), ("mixkvq", 20), ("kivi-2", 170)])
+def test_launches_that_are_ready_go_with_their_buffer(name, prompt):
+    """A buffer that moves has its own; none is for torch, and other strides or a mask ask for others."""
+    pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    one, other = layer_of(get_scheme(name)), layer_of(get_scheme(name), buffered=False)
+
+    def take(tokens, mask=None, spread=False, kernels=True):
+        given = states(1, tokens, 64, torch.float16, "cpu", generator)
+        if spread:
+            given = [torch.cat([x, x], 1)[:, ::2].flip(1) for x in given]
+        with use_interpreter() if kernels else contextlib.nullcontext():
+            torch.testing.assert_close(step(one, given, mask), step(other, given, mask), rtol=2e-3, atol=2e-3)
+
+    for tokens in (prompt, 1, 1):
+        take(tokens)
+    before = one.buffer.state
+    kept = set(before.memo)
+    assert any(key[0] == "attend" for key in kept)
+    take(1, kernels=False)
+    assert set(before.memo) == kept
+    take(1, spread=True)
+    take(1, padded([0], one.seen + 1, "cpu"))
+    assert len(before.memo) > len(kept)
+    one.buffer.make_room(one.buffer.room + 300)
+    after = one.buffer.state
+    assert after is not before
+    assert not after.memo
+    held = [x.clone() for x in (before.counters, *before.windows, *before.flat_runs())]
+    for _ in range(3):
+        take(1)
+    assert {key[0] for key in after.memo} == {key[0] for key in kept}
+    for x, was in zip((before.counters, *before.windows, *before.flat_runs()), held, strict=True):
+        assert torch.equal(x.view(torch.uint8), was.view(torch.uint8))
+    assert_same(one, other)
 
 
 @pytest.mark.parametrize(

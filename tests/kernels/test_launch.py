@@ -60,6 +60,46 @@ def test_programs_beyond_those_planned_are_kept_out(monkeypatch, gpu, registers,
         assert programs_that_fit(LIMITS[gpu], registers, 1, room) == most
 
 
+class Kernel:
+    """Stands in for a kernel and its variants, which are numbered: notes what Triton was given, and what went past it."""
+
+    arg_names, function, packed_metadata, n_regs = ("new", "stays", "again", "pair", "n"), None, (), 0
+
+    def __init__(self) -> None:
+        self.through: list[Any] = []
+        self.past: list[Any] = []
+
+    def __getitem__(self, grid):
+        def launch(*args, **constants):
+            self.through.append(args)
+            variant, run = len(self.through) - 1, self.past.append
+            return SimpleNamespace(packed_metadata=(), function=variant, run=lambda *args: run((args[4], args[9:])))
+
+        return launch
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_bound_launches_ask_the_tensors_that_come_alone(monkeypatch, first):
+    """Beside one of any alignment; newcomers that are not aligned to 16 bytes have a variant of their own."""
+    active = SimpleNamespace(get_current_stream=lambda index: 0)
+    for name, other in (("driver", SimpleNamespace(active=active)), ("load", id), ("settle_name", id)):
+        monkeypatch.setattr(launch_module, name, other)
+    memory, kernel = torch.zeros(64), Kernel()
+    assert memory.data_ptr() % 16 == 0
+    launch = Launch(kernel, (2,), {"n": 7}, {}, CPU, lambda given: (given[0], given[1], given[0], (given[2], given[1])))
+    held = memory[first:], memory[8:]
+    bound = launch.bound(None, *held)
+    stays, other = (x.data_ptr() for x in held)
+    for at, variant, seen in ((12, None, 1), (4, 0, 1), (2, None, 2), (6, 1, 2), (8, 0, 2)):
+        bound(memory[at:])
+        assert len(kernel.through) == seen
+        address = memory[at:].data_ptr()
+        past = [] if variant is None else [(variant, (address, stays, address, (other, stays), 7))]
+        assert kernel.past == past
+        kernel.past.clear()
+    assert all(args[1] is held[0] for args in kernel.through)
+
+
 @pytest.mark.parametrize("when", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_are_noticed(monkeypatch, when):
     """Profilers set them; without one, launches take the short way."""

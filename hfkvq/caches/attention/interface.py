@@ -353,7 +353,9 @@ def hfkvq_attention(
     if isinstance(key, StepKV):
         out = after(recorded_attention(key, asked, arguments))
     else:
-        out = layer.forward(asked, arguments.explicit(query, key.shape[2]), dense, attention_mask, after)
+        if not arguments.causal:
+            arguments = arguments.explicit(query, key.shape[2])
+        out = layer.forward(asked, arguments, dense, attention_mask, after)
     return out.transpose(1, 2).contiguous(), None
 
 

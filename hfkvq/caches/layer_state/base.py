@@ -95,6 +95,10 @@ class LayerBase(Protocol):
         """The store."""
         ...
 
+    def staged_step(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries as they attend to what the layer holds, and staged keys and values."""
+        ...
+
     def smoothed_query(self, query: Tensor) -> Tensor:
         """Queries as they attend to what the layer holds."""
         ...

@@ -86,7 +86,8 @@ class KVLayer(CacheLayerMixin):
         edition: grows whenever the layer changes, by which handles know whether they are good.
         offloaded: whether pages lie in the host's memory.
         smoothing: by which keys are smoothed as they come, and queries as they attend; None where keys stay as they
-            are. Whatever the layer holds, `staged` included, is smoothed. Its cache gives it to an empty layer.
+            are. Whatever the layer holds is smoothed, and `staged` once it is asked for. Its cache gives it to an empty
+            layer.
         smooths_by_prompt: whether a first prompt gives it, since the cache's model does not.
         queries: statistics of queries, where the scheme weighs channels by them, else None.
         tags: of tokens, where the scheme reads them, else None.
@@ -139,7 +140,7 @@ class KVLayer(CacheLayerMixin):
         self.edition += 1
         self.seen = self.new_columns = self.newest = 0
         self.store: KVStore | None = None
-        self.staged: tuple[Tensor, Tensor] | None = None
+        self.staged = None
         self.padding: Padding | None = None
         self.uncommitted = self.evicted = self.differentiated = self._keeps_logits = False
         self.smoothing: KeySmoothing | None = None
@@ -175,9 +176,31 @@ class KVLayer(CacheLayerMixin):
         return self.scheme.smooths_keys and not self.holds_latents
 
     @property
+    def staged(self) -> tuple[Tensor, Tensor] | None:
+        """Keys (B, H, t, Dk), smoothed, and values (B, H, t, Dv) of the last update that are not in the store yet."""
+        if self._unsmoothed and self._staged is not None and self.smoothing is not None:
+            keys, values = self._staged
+            self.staged = self.smoothing.keys(keys), values
+        return self._staged
+
+    @staged.setter
+    def staged(self, tokens: tuple[Tensor, Tensor] | None) -> None:
+        self._staged, self._unsmoothed = tokens, False
+
+    def staged_step(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, Hq, Q, D) as they attend to what the layer holds, and what is staged: smoothed in one launch."""
+        assert self._staged is not None
+        keys, values = self._staged
+        if self._unsmoothed and self.smoothing is not None:
+            query, keys = self.smoothing.both(query, keys)
+            self.staged = keys, values
+            return query, keys, values
+        return self.smoothed_query(query), keys, values
+
+    @property
     def staged_length(self) -> int:
         """New tokens that are not in the store yet."""
-        return 0 if self.staged is None else self.staged[0].shape[2]
+        return 0 if self._staged is None else self._staged[0].shape[2]
 
     @property
     def columns(self) -> int:
@@ -359,7 +382,10 @@ class KVLayer(CacheLayerMixin):
         self.differentiated = key_states.requires_grad or value_states.requires_grad
         if self.differentiated:
             key_states, value_states = key_states.detach(), value_states.detach()
-        if self.smoothing is not None:
+        batch, heads, tokens, key_dim = key_states.shape
+        # Steps smooth keys and queries together.
+        waits = self.smoothing is not None and tokens <= MAX_STEP
+        if self.smoothing is not None and not waits:
             key_states = self.smoothing.keys(key_states)
         unseen = self.new_columns and self.store is not None
         if unseen and self.eviction is not None and self.own_attention:
@@ -374,7 +400,7 @@ class KVLayer(CacheLayerMixin):
         if self.tags is not None:
             self.tags.requantize(self)
         self.staged, self.padding = (key_states, value_states), None
-        batch, heads, tokens, key_dim = key_states.shape
+        self._unsmoothed = waits
         self.new_columns = self.newest = tokens
         self.seen += tokens
         self.edition += 1
@@ -503,6 +529,7 @@ class KVLayer(CacheLayerMixin):
         if own is None or self._keeps_logits:
             return
         self._keeps_logits = True
+        staged = self.staged
         if not own.shifts:
             return
         if self.store is not None and self.store.longest:
@@ -511,9 +538,8 @@ class KVLayer(CacheLayerMixin):
                 "did not have before; begin with an empty cache, made with smooth_keys=False."
             )
         self.smoothing = own.centred_at_zero()
-        if self.staged is not None:
-            keys, values = self.staged
-            self.staged = self.smoothing.keys(own.raw(keys)), values
+        if staged is not None:
+            self.staged = self.smoothing.keys(own.raw(staged[0])), staged[1]
 
     # Staged tokens join the store, and what is due is sealed.
 

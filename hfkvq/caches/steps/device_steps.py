@@ -211,11 +211,9 @@ class DeviceSteps(Part):
         """The staged tokens' whole step, as a recorded one would take it: (B, Hq, Q, D) to (B, Hq, Q, Dv)."""
         layer, buffer = self.layer, self.buffer
         store, state, plan = layer.held(), buffer.state, buffer.plan
-        assert layer.staged is not None
         assert state is not None
         assert plan is not None
-        keys, values = layer.staged
-        query = layer.smoothed_query(query)
+        query, keys, values = layer.staged_step(query)
         then, buffer.open = store.forecast(keys.shape[2], layer.hold), True
         try:
             out = run_step(query, keys, values, arguments.biased(), state, plan, any(then.due))

@@ -126,11 +126,9 @@ def _merged(
     dtype: torch.dtype,
 ) -> Tensor:
     """Launches of queries, what is held, and what comes last before the sums of splits, and their merge."""
-    shape, device = plan.part, q.device
-    part = torch.empty(shape, dtype=torch.float32, device=device)
-    top = torch.empty(shape[:3], dtype=torch.float32, device=device)
-    total = torch.empty(shape[:3], dtype=torch.float32, device=device)
-    out = torch.empty(plan.out, dtype=plan.dtype, device=device)
+    sums = torch.empty(sum(plan.sums), dtype=torch.float32, device=q.device)
+    part, top, total = sums.split_with_sizes(plan.sums)
+    out = torch.empty(plan.out, dtype=plan.dtype, device=q.device)
     for launch in launches:
         launch(q, *held, *last, part, top, total)
     if sinks is None:

@@ -28,14 +28,14 @@ class Plan(NamedTuple):
     Attributes:
         launches: one for two runs each.
         merge: joins their splits.
-        part: shape of the splits' sums, which end with the value dim.
+        sums: elements of the splits' sums, tops and weights, which lie one behind the other, each aligned.
         out: shape of the result.
         dtype: of the result.
     """
 
     launches: tuple[Launch, ...]
     merge: Launch
-    part: tuple[int, ...]
+    sums: tuple[int, int, int]
     out: tuple[int, ...]
     dtype: torch.dtype
 
@@ -232,8 +232,10 @@ def plan_of(
     # Triton's interpreter truncates where bf16 should be rounded.
     out_dtype = query.model_dtype if device.type == "cuda" else torch.float32
     part = (batch * heads, splits, rows, value_dim)
+    count = cdiv(batch * heads * splits * rows, 4) * 4
     merge = merge_launch(part, queries, scoring.sinks, form.rotate_values, dependent, device, out_dtype)
-    return Plan(tuple(launches), merge, part, (batch, query_heads, queries, value_dim), out_dtype)
+    sums = (count * value_dim, count, count)
+    return Plan(tuple(launches), merge, sums, (batch, query_heads, queries, value_dim), out_dtype)
 
 
 @lru_cache(maxsize=256)
