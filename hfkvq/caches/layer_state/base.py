@@ -56,7 +56,6 @@ class LayerBase(Protocol):
     seen: int
     newest: int
     new_columns: int
-    staged: tuple[Tensor, Tensor] | None
     padding: Padding | None
     uncommitted: bool
     evicted: bool
@@ -75,6 +74,14 @@ class LayerBase(Protocol):
     device: torch.device
     heads: int
     batch_size: int
+
+    @property
+    def staged(self) -> tuple[Tensor, Tensor] | None:
+        """Keys, smoothed, and values of the last update that are not in the store yet."""
+        ...
+
+    @staged.setter
+    def staged(self, tokens: tuple[Tensor, Tensor] | None) -> None: ...
 
     @property
     def staged_length(self) -> int:
