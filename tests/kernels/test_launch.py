@@ -61,9 +61,9 @@ def test_programs_beyond_those_planned_are_kept_out(monkeypatch, gpu, registers,
 
 
 class Kernel:
-    """Stands in for a kernel and its variants, which are numbered: notes what Triton was given, and what went past it."""
+    """Stands in for a kernel and its variants, by number: notes what Triton was given, and what went past it."""
 
-    arg_names, function, packed_metadata, n_regs = ("new", "stays", "again", "pair", "n"), None, (), 0
+    arg_names = ("new", "stays", "again", "pair", "n")
 
     def __init__(self) -> None:
         self.through: list[Any] = []
@@ -72,8 +72,9 @@ class Kernel:
     def __getitem__(self, grid):
         def launch(*args, **constants):
             self.through.append(args)
-            variant, run = len(self.through) - 1, self.past.append
-            return SimpleNamespace(packed_metadata=(), function=variant, run=lambda *args: run((args[4], args[9:])))
+            variant = type("Variant", (), {"packed_metadata": (), "function": len(self.through) - 1})()
+            variant.run = lambda *args: self.past.append((args[4], args[9:]))
+            return variant
 
         return launch
 
