@@ -169,6 +169,36 @@ def test_stores_alone_change_their_state():
     assert {module for module in found if not is_in(module, "hfkvq.caches.store")} == set()
 
 
+FLOATS = frozenset({"zeros", "ones", "empty", "eye", "linspace", "logspace", "rand", "randn", "full", "tensor"})
+MAKERS = FLOATS | {"arange", "as_tensor", "asarray", "empty_strided", "randint", "randperm", "range", "scalar_tensor"}
+
+
+def by_globals(tree: ast.Module) -> list[str]:
+    """Calls that make a tensor of the default dtype, or on the default device."""
+    found = []
+    for node in ast.walk(tree):
+        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if name.startswith("torch.") and name[6:] in MAKERS:
+            given = {keyword.arg for keyword in node.keywords}
+            # Further arguments (``**more``) may be either.
+            needed = {"device", "dtype"} if name[6:] in FLOATS else {"device"}
+            if None not in given and needed - given:
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_no_tensor_is_made_by_globals():
+    """Users change the default dtype and device (`torch.set_default_dtype`, ``with torch.device``)."""
+    assert {name: found for name, tree in trees().items() if (found := by_globals(tree))} == {}
+    assert by_globals(
+        ast.parse("torch.zeros(3); torch.arange(2); torch.ones(1, device=d); torch.arange(2, device=d)")
+    ) == [
+        "torch.zeros(3)",
+        "torch.arange(2)",
+        "torch.ones(1, device=d)",
+    ]
+
+
 CLAUSES = re.compile(r"(Of|Or|Not|Last|First|Once|By|As|Else|What|Who|Nobody|Somebody|Nothing|That|Those|Asked)\b")
 RIDDLES = re.compile(r"(What|Whether|How|Which|Where|Who|Whose|When|Those|That|Of|Or|Not|Nothing|Nobody|Somebody)\b")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from .compile import compile_kernels
 from .layer_state.base import uneven
 from .layer_state.group import DeviceSync
 from .layer_state.smoothing import layers_that_mix, measure, warn_of_noise
+from .layer_state.update import as_stored
 from .layers import transactions
 from .layers.build import build_layers, is_attachable, seen_by
 from .layers.handle import dense_of
@@ -41,7 +42,7 @@ from .schemes.eviction import EvictionScheme, warn_of_loss
 from .schemes.preset import Preset, checked_knobs, get_preset
 from .step_graphs import StepGraphs, graphs_enabled
 from .store.packing import Packed
-from .tags.bit_table import config_hash
+from .tags.bit_table import config_fields, config_hash, differing
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -214,9 +215,10 @@ class MixedKVCache(Cache):
         if model is not None:
             text = text_config(model.config)  # type: ignore[arg-type]
             if config_hash(text) != self.architecture()["config"]:
+                known = self.config.model_type and differing(config_fields(self.config), config_fields(text))
                 raise ValueError(
-                    f"model: got a {type(model).__name__} of another config than the cache was made for; make a cache "
-                    "for this model."
+                    f"model: got a {type(model).__name__} of another config than the cache was made for"
+                    f"{known and f', which differs in {known}'}; make a cache for this model."
                 )
             self.config = text
         if self._attachable and self._compressed:
@@ -236,6 +238,16 @@ class MixedKVCache(Cache):
     def detach(self) -> None:
         """Restores the config's own attention implementation; the cache goes on working, intercepted."""
         restore(self.config)
+
+    @property
+    def max_cache_len(self) -> int:
+        """Capacity in tokens, or -1, as `get_max_length` says; PEFT asks under this name."""
+        return self.get_max_length()
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """Dequantized keys and values (B, H, T, D) of each layer, and its window, as DynamicCache gives them."""
+        for layer in self.layers:
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)  # type: ignore[union-attr]
 
     @property
     def attached(self) -> bool:
@@ -282,11 +294,14 @@ class MixedKVCache(Cache):
         that no layer is ahead of the others. Only with ``debug=True`` can a layer refuse what an earlier one has taken;
         a page that the refused tokens had filled there is reopened with the values it holds.
         """
+        layer = self._paged(layer_idx)
+        if layer is not None:
+            key_states, value_states = as_stored(layer, key_states, value_states)
         if is_recorded():
-            if self._capacity is None and layer_idx in self._compressed and not is_captured():
+            if self._capacity is None and layer is not None and not is_captured():
                 return update_outside(self, key_states, value_states, layer_idx)  # pyright: ignore[reportCallIssue]
-            if self._is_recordable(layer_idx) and self.layers[layer_idx].buffer.tensor is None:  # type: ignore[union-attr]
-                allocate(self.compressed_layers, key_states, value_states)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+            if self._recordable and layer is not None and layer.buffer is not None and layer.buffer.tensor is None:
+                allocate(self.compressed_layers, key_states, value_states)  # pyright: ignore[reportCallIssue]
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._why_not_captured is not None and key_states.is_cuda and key_states.shape[2] == 1:
             why, self._why_not_captured = self._why_not_captured, None
@@ -415,20 +430,23 @@ class MixedKVCache(Cache):
             self._updated = -1
             self._find_smoothing()
             self.between_steps(query_length)
-            if self._is_recordable(layer_idx) and not self.attached:
-                layer: Any = self.layers[layer_idx]
+            layer = self._paged(layer_idx) if self._recordable and not self.attached else None
+            if layer is not None and layer.steps is not None:
                 layer.steps.sync.catch_up()
                 return layer.sizes(query_length)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Column of the coming forward's first query; on the device for layers of fixed capacity."""
-        if self._is_recordable(layer_idx) and (is_recorded() or self.attached):
-            return self.layers[layer_idx].get_query_offset()  # type: ignore[union-attr]
+        layer = self._paged(layer_idx) if self._recordable and (is_recorded() or self.attached) else None
+        if layer is not None:
+            return layer.get_query_offset()
         return super().get_query_offset(layer_idx)
 
-    def _is_recordable(self, layer_idx: int) -> bool:
-        return self._recordable and layer_idx in self._compressed
+    def _paged(self, layer_idx: int) -> KVLayer | None:
+        """The layer of pages at an index, or None: by the list, at which compilers make an index a number."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return layer if isinstance(layer, KVLayer) else None
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -515,15 +533,22 @@ class MixedKVCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
         """Row b becomes what row ``beam_idx[b]`` was (i64 (B',)), or nothing is changed."""
-        transactions.reorder(self._parts, beam_idx, self._beside("reorder_cache", beam_idx))
+        self._take_rows("reorder_cache", beam_idx)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row ``repeats`` times, or nothing is changed."""
-        transactions.repeat(self._parts, repeats, self._beside("batch_repeat_interleave", repeats))
+    def batch_repeat_interleave(self, repeats: Any) -> None:
+        """Every row ``repeats`` times (one number, or i64 (B,)), or nothing is changed."""
+        self._take_rows("batch_repeat_interleave", repeats)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows only (indices or a boolean mask), or nothing is changed."""
-        transactions.select(self._parts, indices, self._beside("batch_select_indices", indices))
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keeps these rows only, or nothing is changed.
+
+        Args:
+            indices: numbers of rows (a sequence, slice or i64 (B',)), or a mask of all rows (bool (B,)).
+        """
+        self._take_rows("batch_select_indices", indices)
+
+    def _take_rows(self, verb: str, given: Any) -> None:
+        transactions.take_rows(verb, given, self._parts, lambda rows: self._beside("rows", rows))
 
     def reset(self) -> None:
         """Forgets everything, whatever has been before; a cache of fixed capacity keeps its allocation."""
@@ -622,7 +647,7 @@ class MixedKVCache(Cache):
             tensors["token_ids"] = token_ids
         description = {
             "scheme": self.preset.to_dict(),
-            "model": self.architecture(),
+            "model": self.architecture() | ({"fields": config_fields(self.config)} if self.config.model_type else {}),
             "max_cache_len": self._capacity,
             "tokens": seen,
             "holes": any(layer.steps is not None and layer.steps.sync.holes for layer in self.compressed_layers),
@@ -657,9 +682,10 @@ class MixedKVCache(Cache):
             made = cls.of_preset(model_or_config, preset, max_cache_len=capacity, **options)
             theirs, own = description["model"], made.architecture()
             if theirs["config"] != own["config"]:
+                fields = differing(theirs["fields"], config_fields(made.config)) if "fields" in theirs else ""
                 raise ValueError(
-                    f"its config is that of another model (a {theirs['type']}) than this one (a {own['type']}); "
-                    "compute the prompt again"
+                    f"its config is that of another model (a {theirs['type']}) than this one (a {own['type']})"
+                    f"{fields and f', which differs in {fields}'}; compute the prompt again"
                 )
             made.unpack(description, tensors, device)
         except torch.OutOfMemoryError:

@@ -92,7 +92,7 @@ def layer_plan(scheme: Scheme, shape: LayerShape, dtype: torch.dtype, several: b
     layer.record_past = several
     assert layer.buffer is not None, "steps may be recorded"
     layer.buffer.queries_per_head = shape.heads // shape.kv_heads
-    keys, values = (torch.empty(1, shape.kv_heads, 1, dim, dtype=dtype) for dim in dims)
+    keys, values = (torch.empty(1, shape.kv_heads, 1, dim, dtype=dtype, device="cpu") for dim in dims)
     layer.lazy_initialization(keys, values)
     layer.buffer.bind()
     assert layer.buffer.plan is not None, "it is empty"

@@ -383,9 +383,7 @@ class TriAxialCache(NamedCache):
         acts: dict[str, Callable[[], None]] = {
             # Layers must know first how many tokens are left.
             "crop": lambda: record.crop(self._seen),
-            "reorder_cache": lambda: record.take_rows(given),
-            "batch_repeat_interleave": lambda: record.repeat_rows(given),
-            "batch_select_indices": lambda: record.take_rows(given),
+            "rows": lambda: record.take_rows(given),
             "reset": record.clear,
         }
         return [(record, acts[verb])]

@@ -34,6 +34,7 @@ from .schemes.preset import Preset, get_preset
 from .store import KVStore
 from .store.packing import Packed
 from .tags import placeholders
+from .tags.bit_table import config_fields, differing
 
 Tensors = dict[str, Tensor]
 
@@ -267,8 +268,8 @@ def packed_at(border: int, tensors: Mapping[str, Tensor]) -> Packed:
         name = f"layer{i}.store"
         keys, values = sinks = [tensors[f"{name}.window{side}"] for side in (0, 1)]
         sealed = border - keys.shape[2]
-        found[f"{name}.counters"] = torch.tensor([[0], [border], [sealed], [sealed]], dtype=torch.int32)
-        found[f"{name}.dropped"] = torch.zeros(1, dtype=torch.int32)
+        found[f"{name}.counters"] = torch.tensor([[0], [border], [sealed], [sealed]], dtype=torch.int32, device="cpu")
+        found[f"{name}.dropped"] = torch.zeros(1, dtype=torch.int32, device="cpu")
         found |= {f"{name}.window{2 + side}": _tail(sink) for side, sink in enumerate(sinks)}
         numbers.append(
             {
@@ -449,7 +450,7 @@ class PrefixStore:
                 f"model: no layer of a {config.model_type} is held in pages, so there is nothing to share; keep its "
                 "caches with cache.save(path)."
             )
-        self._architecture = fresh.architecture()
+        self._architecture, self._fields = fresh.architecture(), config_fields(fresh.config)
         self._other_than_text = placeholders(config, ("image", "video", "audio"))
         known = [FORMAT, self._architecture, weights_hash(model), self.preset.to_dict()]
         if any(layer.smooths for layer in fresh.compressed_layers):
@@ -645,7 +646,11 @@ class PrefixStore:
                 "store.match(token_ids), or a store of its scheme."
             )
         if cache.architecture()["config"] != self._architecture["config"]:
-            raise ValueError("cache: its config is that of another model than the store's; make another store for it.")
+            fields = differing(self._fields, config_fields(cache.config)) if cache.config.model_type else ""
+            said = f", and differs in {fields}" if fields else ""
+            raise ValueError(
+                f"cache: its config is that of another model than the store's{said}; make another store for it."
+            )
         if not cache.get_seq_length():
             raise ValueError("cache: got an empty one, allowed one that holds a prompt.")
 
@@ -660,7 +665,10 @@ class PrefixStore:
         if len(ids) < held:
             raise ValueError(f"token_ids: got {len(ids)}, allowed {held} or more, an id for each cached token.")
         ids = ids[:held]
-        if self._other_than_text and torch.isin(ids, torch.tensor(self._other_than_text)).any():
+        if (
+            self._other_than_text
+            and torch.isin(ids, torch.tensor(self._other_than_text, dtype=torch.int64, device="cpu")).any()
+        ):
             raise ValueError(
                 "token_ids: got placeholders of images, video or sound, which do not say what was shown; keep such "
                 "caches with cache.save(path)."
@@ -683,7 +691,7 @@ def _check_padding(description: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 def _ids(token_ids: Tensor | Sequence[int]) -> Tensor:
     """Token ids on the CPU: i64 (n,)."""
-    ids = torch.as_tensor(token_ids)
+    ids = torch.as_tensor(token_ids, device="cpu")
     one_row = ids.dim() == 1 or (ids.dim() == 2 and len(ids) == 1)
     if ids.is_floating_point() or ids.dtype == torch.bool or not one_row:
         raise ValueError(f"token_ids: got {ids.dtype} of {tuple(ids.shape)}, allowed whole numbers, (1, n) or (n,).")

@@ -129,7 +129,7 @@ def _fetch_ahead(offloaded: Sequence[Allocation]) -> None:
     try:
         with torch.inference_mode(False):
             memory = [torch.empty(size, dtype=torch.uint8, device=device) for _ in offloaded[:2]]
-            mark = torch.zeros(1, device=device)
+            mark = torch.zeros(1, device=device, dtype=torch.float32)
     except torch.OutOfMemoryError:
         # Pages are read in place.
         return
@@ -473,7 +473,7 @@ class StepGraphs:
             stream,
             getattr(config, "output_hidden_states", None),
             torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            *(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu")),
             getattr(config, "_experts_implementation_internal", None),
             getattr(config, "_attn_implementation_internal", None),
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch._library.custom_ops import CustomOpDef
 
 Keep = Callable[[Callable[..., Any]], None]
 """Takes a call that a launcher has made ready: of the same shapes, over tensors that stay where they are."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _OPS: dict[str, CustomOpDef] = {}
 _REFERENCES: dict[str, Callable[..., Any]] = {}
@@ -25,12 +28,28 @@ _KERNELS_ON = {"cuda": True, "cpu": False}
 _SWITCHED_OFF: list[contextlib.AbstractContextManager[None]] = []
 
 
+def exact(function: Callable[P, R]) -> Callable[P, R]:
+    """Lets a function compute in the dtypes that it says, also where its caller is in ``torch.autocast``."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
+            return function(*args, **kwargs)
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
 def define(name: str, mutates: Iterable[str] = ()) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Makes a function the reference body of the custom op ``hfkvq::name``."""
 
     def wrap(function: Callable[..., Any]) -> CustomOpDef:
-        op = torch.library.custom_op(f"hfkvq::{name}", function, mutates_args=tuple(mutates))
-        _OPS[name], _REFERENCES[name] = op, function
+        body: Any = exact(function)
+        # PyTorch reads the op's schema from types, which are names of the function's own module.
+        body.__signature__ = inspect.signature(function, eval_str=True)
+        op = torch.library.custom_op(f"hfkvq::{name}", body, mutates_args=tuple(mutates))
+        _OPS[name], _REFERENCES[name] = op, body
         return op
 
     return wrap

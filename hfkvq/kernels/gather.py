@@ -29,7 +29,7 @@ def _gather_rows(
         logical = logical - (counters[:2].sum(0)[:, None] - columns)
     logical = torch.where(positions > ABSENT, logical, columns).long()
     logical = torch.where(logical < 0, columns, logical)
-    origin = torch.full((batch, columns + 1), -1, device=sink.device)
+    origin = torch.full((batch, columns + 1), -1, dtype=torch.int64, device=sink.device)
     origin.scatter_(1, logical.clamp(max=columns), torch.arange(count, device=sink.device).expand(batch, count))
     origin = origin[:, None, :columns, None]
     dense = dense_columns(form, windows, views, which)

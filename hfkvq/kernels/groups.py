@@ -109,7 +109,7 @@ class Groups:
     def _cuts(self) -> Tensor:
         """Shares of itself by which the range is clipped, but for the first ratio, which clips nothing."""
         ratio = torch.arange(1, RATIOS, device=self.x.device).view(-1, *[1] * self.x.dim())
-        return ratio * torch.where(self.levels > 3, CUT4, CUT2).float()
+        return ratio * torch.full_like(self.levels, CUT2).masked_fill(self.levels > 3, CUT4)
 
     @cached_property
     def _step(self) -> Tensor:

@@ -66,7 +66,7 @@ def _loss(x: Tensor, norm: Tensor, first: Tensor, own: int, other: int) -> Tenso
     y = x * (1.0 / norm)
     share = (y.amax(other, keepdim=True) - y.amin(other, keepdim=True)) / _positive_or_one(first)
     # A row that is constant, and so exact, must remain so.
-    share = torch.where(first > 0, share, torch.where(share > 0, torch.inf, 0.0))
+    share = torch.where(first > 0, share, torch.zeros_like(share).masked_fill(share > 0, torch.inf))
     return _tree_mean(share * share, own) * _tree_mean(norm * norm, other)
 
 

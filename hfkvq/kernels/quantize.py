@@ -48,6 +48,12 @@ def _affine(x: Tensor, levels: Tensor | float, dim: int, fit: int) -> tuple[Tens
     return code.to(torch.int32), scale, zero
 
 
+def _marked(index: Tensor, used: Tensor, head_dim: int) -> Tensor:
+    """True at the channels that are listed and used: bool (n, H, head_dim) from two (n, H, room)."""
+    count = torch.zeros(*index.shape[:2], head_dim, dtype=torch.float32, device=index.device)
+    return count.scatter_add_(-1, index, used.float()) > 0
+
+
 def _ranks(widths: Tensor, width: int, count: int, room: int) -> tuple[Tensor, Tensor]:
     """Channels of ``width`` in a (N, H, D) map: indices (N, H, room), and which of these ranks are used."""
     chosen = widths == width
@@ -111,13 +117,13 @@ def quantize_pages(
         raised = {width: _ranks(widths, width, count, fmt.raised_room(width)) for width, count in fmt.raised}
         if 4 in raised:
             index, used = raised[4]
-            is_raised = torch.zeros(n, heads, head_dim, device=x.device).scatter_add_(-1, index, used.float()) > 0
-            levels = torch.where(is_raised, 15.0, float(levels))[:, :, None, None, :]
+            levels = torch.full((n, heads, head_dim), levels, dtype=torch.float32, device=x.device)
+            levels = levels.masked_fill(_marked(index, used, head_dim), 15.0)[:, :, None, None, :]
         code, scale, zero = _affine(x.unflatten(2, (-1, fmt.group_size)), levels, 3, fmt.fit)
         code, scale, zero = code.flatten(2, 3), scale.squeeze(3), zero.squeeze(3)
         if 16 in raised:
             index, used = raised[16]
-            whole = torch.zeros(n, heads, head_dim, device=x.device).scatter_add_(-1, index, used.float()) > 0
+            whole = _marked(index, used, head_dim)
             code, scale, zero = (t.masked_fill(whole[:, :, None, :], 0) for t in (code, scale, zero))
             gathered = source.gather(-1, index[:, :, None, :].expand(n, heads, page, -1))
             out["full"] = gathered.masked_fill(~used[:, :, None, :], 0)

@@ -145,7 +145,7 @@ class Scorer:
             own = cache
             if number + 1 < len(pieces):
                 own = copy.deepcopy(cache) if length else self.make_cache()
-            rows = torch.tensor([job.row for job in piece], device=device)
+            rows = torch.tensor([job.row for job in piece], device=device, dtype=torch.int64)
             if length and [job.row for job in piece] != list(range(len(batch))):
                 own.batch_select_indices(rows)
             begun = None if first is None else first[rows]
@@ -156,10 +156,10 @@ class Scorer:
     def _table(self, rows: Sequence[Sequence[int]], left: bool = False, pad: int | None = None) -> Tensor:
         """i64 (rows, longest), shorter rows padded."""
         width = max(len(row) for row in rows)
-        table = torch.full((len(rows), width), self.pad if pad is None else pad, dtype=torch.long)
+        table = torch.full((len(rows), width), self.pad if pad is None else pad, dtype=torch.long, device="cpu")
         for at, row in enumerate(rows):
             start = width - len(row) if left else 0
-            table[at, start : start + len(row)] = torch.tensor(row, dtype=torch.long)
+            table[at, start : start + len(row)] = torch.tensor(row, dtype=torch.long, device="cpu")
         return table
 
     def _feed(
@@ -174,7 +174,7 @@ class Scorer:
         """Answers the requests of the jobs, row by row of the cache; returns the mask of its columns."""
         device = mask.device
         wanted = [(number, row) for row, job in enumerate(piece) for number in job.numbers]
-        rows = torch.tensor([row for _, row in wanted], device=device)
+        rows = torch.tensor([row for _, row in wanted], device=device, dtype=torch.int64)
         # Where the head predicts a token, it is the first one.
         ahead = [len(requests[number].targets) - len(piece[row].fed) for number, row in wanted]
         targets = self._table(
@@ -184,7 +184,9 @@ class Scorer:
         scores, hits = [], []
         if any(ahead):
             assert first is not None
-            begin = torch.tensor([[requests[number].targets[0]] for number, _ in wanted], device=device)
+            begin = torch.tensor(
+                [[requests[number].targets[0]] for number, _ in wanted], device=device, dtype=torch.int64
+            )
             scores, hits = ([x] for x in self._gather(first[:, None], rows, begin))
         for start in range(0, ids.shape[1], self.chunk):
             part = ids[:, start : start + self.chunk]

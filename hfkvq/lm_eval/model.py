@@ -401,11 +401,11 @@ def _held(cache: Cache) -> int:
 def _padded(rows: Sequence[list[int]], pad: int, side: str) -> tuple[Tensor, Tensor]:
     """Token ids and mask (B, T) of rows, padded on the "left" or "right"."""
     longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), pad)
+    ids = torch.full((len(rows), longest), pad, dtype=torch.int64, device="cpu")
     mask = torch.zeros_like(ids)
     for i, row in enumerate(rows):
         at = slice(longest - len(row), None) if side == "left" else slice(len(row))
-        ids[i, at] = torch.tensor(row)
+        ids[i, at] = torch.tensor(row, dtype=torch.int64, device="cpu")
         mask[i, at] = 1
     return ids, mask
 

@@ -156,7 +156,12 @@ def capture(
     try:
         device = next(model.parameters()).device
         more = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in (inputs or {}).items()}
-        model(input_ids=torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True, **more)
+        model(
+            input_ids=torch.tensor([list(ids)], device=device, dtype=torch.int64),
+            past_key_values=cache,
+            use_cache=True,
+            **more,
+        )
     finally:
         attached.detach()
     found = [cache.layers[i].captured for i in layers]  # type: ignore[union-attr]

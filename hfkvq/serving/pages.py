@@ -102,7 +102,7 @@ class Columns(NamedTuple):
     def table(self, numbers: Tensor, width: int) -> Tensor:
         """A row of the engine's list for each request, (R, width); behind its blocks the last one again."""
         found = [[at + min(j, count - 1) for j in range(width)] for at, count in zip(self.at, self.blocks, strict=True)]
-        return numbers[torch.tensor(found).to(numbers.device)]
+        return numbers[torch.tensor(found, dtype=torch.int64, device="cpu").to(numbers.device)]
 
 
 class Rows(NamedTuple):
@@ -229,7 +229,9 @@ class CompressedPages(FullAttentionCacheAllocator):
     def copy_blocks(self, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
         """Copies blocks in all layers, for requests that fork."""
         device = self.cache_tensor.device
-        source, dest = (torch.tensor(ids, device=device) for ids in (source_block_ids, dest_block_ids))
+        source, dest = (
+            torch.tensor(ids, device=device, dtype=torch.int64) for ids in (source_block_ids, dest_block_ids)
+        )
         for part in [as_bytes(part) for sides in self._parts.values() for parts in sides for part in parts]:
             part[dest] = part[source]
 
@@ -288,13 +290,13 @@ class CompressedPages(FullAttentionCacheAllocator):
             return None
         held, news, longest = columns.held, columns.new, max(columns.new)
         table = columns.table(self._numbers(given), max(columns.blocks)).to(torch.int32)
-        past, new, start = torch.tensor([held, news, columns.first], dtype=torch.int32).to(device)
+        past, new, start = torch.tensor([held, news, columns.first], dtype=torch.int32, device="cpu").to(device)
         index = start[:, None] + torch.arange(longest, dtype=torch.int32, device=device)
         index = torch.minimum(index, start[:, None] + new[:, None] - 1)
         counters = torch.stack([torch.zeros_like(past), past + new, past, past])
         lengths = list(zip(held, news, strict=True))
         steps = [i for i, (past_, new_) in enumerate(lengths) if past_ and new_ == 1]
-        at = torch.tensor(steps).to(device) if steps else None
+        at = torch.tensor(steps, dtype=torch.int64, device="cpu").to(device) if steps else None
         tails = torch.arange(len(steps), dtype=torch.int32, device=device)
         return Rows(table, past, new, index, counters, lengths, at, tails)
 

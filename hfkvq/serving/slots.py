@@ -173,7 +173,7 @@ class SlotPages(CompressedPages):
     def copy_blocks(self, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
         """Copies blocks in all layers, and the slots of the forks that they are of."""
         super().copy_blocks(source_block_ids, dest_block_ids)
-        source, dest = torch.tensor(self._forks, device=self._again.device).T
+        source, dest = torch.tensor(self._forks, device=self._again.device, dtype=torch.int64).T
         self._forks = []
         self._again[dest] = self._again[source]
         for layer in self.layer_indices:
@@ -191,7 +191,7 @@ class SlotPages(CompressedPages):
         """Fills a request's row of the table: blocks, and the slot last."""
         blocks = self.block_table[request_id]
         row = [*blocks, *[-1] * (len(block_table) - 1 - len(blocks)), self.slots[request_id]]
-        block_table.copy_(torch.tensor(row, dtype=block_table.dtype), non_blocking=True)
+        block_table.copy_(torch.tensor(row, dtype=block_table.dtype, device="cpu"), non_blocking=True)
 
 
 def of_schemes(schemes: tuple[Scheme, ...], head_dim: int) -> str | None:

@@ -153,7 +153,7 @@ class WindowedPages(SlotPages):
             new.append(tokens_due_by_row((past + 1 - sink).clamp(min=0), had, local, unit))
             oldest = had[:, None] + torch.arange(unit, dtype=torch.int32, device=past.device)
             places.append((oldest % length + slot[:, None] * (heads * length)).flatten())
-        again, weight = past, torch.empty(0, device=past.device)
+        again, weight = past, torch.empty(0, device=past.device, dtype=torch.float32)
         if self.observes:
             again, weight = self._begin_anew(slot, new[0] > 0), weight.new_empty(len(slot), heads, self.head_dim)
             # The slot's sums are of the request before.
@@ -188,7 +188,9 @@ class WindowedPages(SlotPages):
         if first:
             self._first = self._first_of([own[row] for row in first], slot[first], table[first])
         numbers = slot.tolist() if later else []
-        had = torch.tensor([[0, x, self.sealed(x, 0), self.sealed(x, 1)] for x in pasts], dtype=torch.int32).to(device)
+        had = torch.tensor(
+            [[0, x, self.sealed(x, 0), self.sealed(x, 1)] for x in pasts], dtype=torch.int32, device="cpu"
+        ).to(device)
         self._prompts = [
             Prompt(
                 own[row], pasts[row], numbers[row], table[row : row + 1, : blocks[row]], had[row, :, None],
@@ -197,7 +199,9 @@ class WindowedPages(SlotPages):
             for i, row in enumerate(later)
         ]  # fmt: skip
         if alone:
-            past, columns = torch.tensor([[x[row] for row in alone] for x in (pasts, starts)]).to(device)
+            past, columns = torch.tensor(
+                [[x[row] for row in alone] for x in (pasts, starts)], dtype=torch.int64, device="cpu"
+            ).to(device)
             self._steps = self._made(table[alone], slot[alone], past.to(torch.int32), columns)
 
     def _first_of(self, own: list[slice], slot: Tensor, table: Tensor) -> FirstPrompts:
@@ -208,7 +212,9 @@ class WindowedPages(SlotPages):
             counts[1].append(tokens - self.sizes.sink - sealed if sealed else tokens)
         stops = [each.stop for each in own]
         starts = [stop - count for row in counts for stop, count in zip(stops, row, strict=True)]
-        numbers = torch.tensor([[0] * len(starts), starts, stops * 2, [*counts[0], *counts[1]]], dtype=torch.int32)
+        numbers = torch.tensor(
+            [[0] * len(starts), starts, stops * 2, [*counts[0], *counts[1]]], dtype=torch.int32, device="cpu"
+        )
         ranges, rows = numbers.to(table.device), Ragged([each.start for each in own], counts[0], table.device)
         return FirstPrompts(tuple(own), slot.long(), table, rows, ranges[:3], ranges[3].view(2, -1))
 

@@ -43,7 +43,7 @@ def allocate_exact(choices: Sequence[Choice], room: float) -> list[bool]:
     """
     if len(choices) > ENUMERABLE:
         raise ValueError(f"choices: got {len(choices)}, allowed {ENUMERABLE}; use allocate_greedy.")
-    gain, cost = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    gain, cost = torch.zeros(1, dtype=torch.float64, device="cpu"), torch.zeros(1, dtype=torch.float64, device="cpu")
     for choice in choices:
         # Bit k of an index is set if choice k gets 4 bits.
         gain, cost = torch.cat([gain, gain + choice.gain]), torch.cat([cost, cost + choice.cost])

@@ -119,13 +119,13 @@ def calibrate(
         raise ValueError(f"max_tokens: got {max_tokens}, but the shortest request has {shortest} tokens.")
     images = ImageTokens.of(model.config)
     for request in chosen:
-        images.check(torch.tensor([request.ids]), request.inputs)
+        images.check(torch.tensor([request.ids], dtype=torch.int64, device="cpu"), request.inputs)
     tagger = Tagger.from_tokenizer(tokenizer, config=model.config) if tagger is None else tagger
     which = spread_layers(compressed_layers(model), layers)
     raw: dict[tuple[int, int], dict[tuple[int, int], Tensor]] = {}
     counts: dict[str, list[int]] = {}
     for r, request in enumerate(chosen):
-        tags = tagger.tag(torch.tensor([request.ids]))[0]
+        tags = tagger.tag(torch.tensor([request.ids], dtype=torch.int64, device="cpu"))[0]
         present = [(int(tag), (tags == tag).nonzero()[:, 0]) for tag in tags.unique() if int(tag) != PAD]
         for tag, columns in present:
             counts.setdefault(TAGS[tag], []).append(len(columns))

@@ -58,7 +58,7 @@ def _shares(store: KVStore) -> dict[int, Tensor]:
             index, payload = parts[index_name][ids].long(), parts[payload_name][ids]
             # Unused ranks of a page name channel 0, with zeros.
             used = (index > 0) | (payload != 0).any(2)
-            count = torch.zeros(*index.shape[:2], head_dim, device=index.device)
+            count = torch.zeros(*index.shape[:2], head_dim, device=index.device, dtype=torch.float32)
             count.scatter_add_(2, index, used.float())
             counts[width] = counts.get(width, 0) + count.sum(0)
     return {width: (count / pages).cpu() for width, count in sorted(counts.items())} if pages else {}

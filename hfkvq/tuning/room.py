@@ -147,7 +147,7 @@ def _layer_room(layer: int, counts: Tensor, coverage: float) -> LayerRoom:
     wide = min(rooms, key=lambda room: int(sum(each.sum() for each in of(room)[1:])))
     middle, *lost = of(wide)
     fits = (lost[0] + lost[1]) == 0
-    bits = float((counts * torch.tensor([16, 4, 2])).sum() / counts.sum())
+    bits = float((counts @ torch.tensor([16, 4, 2], dtype=counts.dtype, device="cpu")).sum()) / float(counts.sum())
     return LayerRoom(layer, head_dim, bits, wide, middle, float(fits.float().mean()))
 
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from hfkvq import MixKVQCache, get_scheme
+from hfkvq import MixedKVCache, MixKVQCache, get_scheme
 from hfkvq.caches.schemes import MixKVQ
 from hfkvq.caches.schemes.base import SideLayout
 from hfkvq.kernels import PageFormat, channel_widths
@@ -409,6 +409,17 @@ def test_eager_attention_gets_error_only_and_says_so_once():
             outs.append(logits)
     assert torch.equal(*outs)
     assert [x.category for x in caught if "does not expose its queries" in str(x.message)] == [UserWarning]
+
+
+@pytest.mark.parametrize("name", ["best-3.4", "kitty:score=qk_abs", "mixkvq"])
+def test_every_scheme_that_reads_queries_says_that_none_are_shown(name):
+    model = build("llama", attention="eager")
+    cache = MixedKVCache(model, driver.small(name), attach=False)
+    with torch.no_grad():
+        model(prompt(1, 60), past_key_values=cache)
+        # The prompt is sealed before the next tokens.
+        with pytest.warns(UserWarning, match=rf"^{cache.scheme.name}: .* does not expose its queries"):
+            model(prompt(1, 1), past_key_values=cache)
 
 
 # Bad input.

@@ -222,8 +222,20 @@ def test_ids_of_other_tokens(tmp_path):
 
 
 def test_other_models(file):
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(
+        ValueError, match=r"of another model \(a llama\) than this one \(a qwen3\), which differs in \w+"
+    ):
         MixedKVCache.load(file, build("qwen3"))
+
+
+def test_models_of_the_same_type_differ_in_a_field(file, tmp_path):
+    """All that compare configs say in which fields they differ."""
+    other, cache = build("llama", rms_norm_eps=0.5), MixedKVCache(build("llama"), small("kitty-pro"))
+    said = r"differs in rms_norm_eps \(1e-06, here 0\.5\)"
+    with pytest.raises(ValueError, match=said):
+        MixedKVCache.load(file, other)
+    with pytest.raises(ValueError, match=said):
+        cache.attach(other)
 
 
 def test_files_that_are_cut_off_or_changed(file):

@@ -217,12 +217,15 @@ def test_arguments_that_make_no_sense(model, capacity):
         (lambda: cache.crop(-2.7), r"crop: got -2.7, allowed .* whole number"),
         (lambda: cache.crop("3"), "crop: got '3'"),
         (lambda: cache.reorder_cache(none), "reorder_cache: got no rows"),
-        (lambda: cache.reorder_cache(torch.tensor([0, 2])), r"reorder_cache: got rows \[0, 2\], but the cache holds 2"),
+        (
+            lambda: cache.reorder_cache(torch.tensor([0, 2])),
+            r"reorder_cache: got torch.int64 \[0, 2\], but the cache holds 2",
+        ),
         (lambda: cache.reorder_cache(torch.tensor([0.0])), "reorder_cache: got torch.float32"),
         (lambda: cache.batch_repeat_interleave(0), "batch_repeat_interleave: got 0"),
         (lambda: cache.batch_select_indices(none), "batch_select_indices: got no rows"),
         (lambda: cache.batch_select_indices(torch.tensor([False, False])), "batch_select_indices: got no rows"),
-        (lambda: cache.batch_select_indices(torch.tensor([5])), r"batch_select_indices: got rows \[5\]"),
+        (lambda: cache.batch_select_indices(torch.tensor([5])), r"batch_select_indices: got torch.int64 \[5\]"),
         (lambda: make(small("kitty")).update(*torch.empty(2, 0, 2, 4, DIM)), "got a batch of 0 rows"),
     ):
         with pytest.raises(ValueError, match=message):

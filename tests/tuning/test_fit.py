@@ -17,6 +17,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 from transformers import Gemma3ForCausalLM as Gemma3
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from evals.shapes import get_config
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme
@@ -362,3 +363,26 @@ class TestCommand:
         assert "encoder-decoder" in run("--model", str(tmp_path)).output
         (tmp_path / "config.json").write_text('{"model_type": "vit"}')
         assert "Error: model:" in run("--model", str(tmp_path)).output
+
+
+def rope_types():
+    """Every type of RoPE that the installed Transformers has, with what its config needs."""
+    stretched = {"factor": 2.0, "original_max_position_embeddings": 256}
+    more = {
+        "longrope": stretched | {"short_factor": [1.0] * 16, "long_factor": [1.1] * 16},
+        "llama3": stretched | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "proportional": {"partial_rotary_factor": 0.5},
+        "default": {},
+    }
+    return {name: more.get(name, stretched) for name in ("default", *ROPE_INIT_FUNCTIONS)}
+
+
+@pytest.mark.parametrize("name", rope_types())
+def test_a_model_of_every_type_of_rope_is_laid_out(name):
+    """Some ask for the positions' numbers, which the meta device does not have."""
+    rope = {"rope_type": name, "rope_theta": 1e4} | rope_types()[name]
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, rope_parameters=rope)
+    found = outline(config)
+    assert [(x.compressed, x.heads, x.key_dim) for x in found.layers] == [(True, 2, 32)] * 2
+    assert found.config.rope_parameters["rope_type"] == name

@@ -334,6 +334,8 @@ def hfkvq_attention(
     if layer is None:
         note_queries(module, query, key.shape[1], bool(arguments.softcap) or sinks is not None)
         return dense_attention(module, query, key, value, arguments, dropout, **kwargs)
+    # Autocast may cast what is stored, and not what asks for it.
+    query = query.to(layer.dtype)
     latents, tiles = layer.latents, key.tiles  # type: ignore[attr-defined]
     asked = absorb_queries(module, query) if latents and query.shape[2] <= MAX_STEP else _in_rows(query, tiles)
     after = partial(values_from_latents, module) if latents else partial(_in_tiles, tiles=tiles)

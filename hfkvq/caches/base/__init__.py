@@ -9,6 +9,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from hfkvq.kernels.dispatch import exact
+
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
@@ -22,11 +24,12 @@ def warn_once(what: str) -> None:
 
 
 def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Lets a function make ordinary tensors also where its caller is in inference mode.
+    """Lets a function make ordinary tensors of its own dtypes also where its caller is in inference mode or autocast.
 
-    What is made in that mode can be written to in no other, and a prompt need not run in the mode of the steps after
-    it.
+    What is made in inference mode can be written to in no other, and a prompt need not run in the mode of the steps
+    after it. Autocast would join tensors of several dtypes in one of them, and refuses float8.
     """
+    function = exact(function)
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

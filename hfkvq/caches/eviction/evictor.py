@@ -232,7 +232,9 @@ def choose(
     heads, tokens = keys.shape[1:3]
     if padding is not None and padding.source is not None:
         return None
-    lengths = torch.tensor([tokens - lead for lead in ([0] if padding is None else padding.amounts)])
+    lengths = torch.tensor(
+        [tokens - lead for lead in ([0] if padding is None else padding.amounts)], dtype=torch.int64, device="cpu"
+    )
     rooms: list[int] = scheme.room(lengths, lengths, layer, layers, hold).tolist()
     # Rows of padding alone have nothing to choose from.
     if not max(rooms) or (rooms == lengths.tolist() and not scheme.asks_every_step):

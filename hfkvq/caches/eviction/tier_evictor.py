@@ -213,7 +213,14 @@ class TierEvictor(Eviction[TieredEviction]):
         if not store.seals_widely or sizes.sink or not alike:
             return 0
         # The number is what the budget could hold in few bits.
-        best = int(policy.kept(torch.tensor([past]), torch.zeros(1), costs, torch.ones(1, dtype=torch.bool)))
+        best = int(
+            policy.kept(
+                torch.tensor([past], dtype=torch.int64, device="cpu"),
+                torch.zeros(1, dtype=torch.float32, device="cpu"),
+                costs,
+                torch.ones(1, dtype=torch.bool, device="cpu"),
+            )
+        )
         # All whole, they would be many bytes where a whole token takes more than two in few bits.
         budget, held = policy.budget_bytes, (best + newest) * costs[1]
         if not best or (budget is not None and held >= 2 * budget):
@@ -226,7 +233,7 @@ class TierEvictor(Eviction[TieredEviction]):
         store, policy, due = self.store(), self.policy, self.layer.seen >= self.full_at
         where = positions(store)
         order = token_order(store, where)
-        scores, statistics = torch.empty(order.shape, device=order.device), []
+        scores, statistics = torch.empty(order.shape, device=order.device, dtype=torch.float32), []
         for rows, found in stored_evidence(policy.evidence, store, seen, where, order):
             scores[rows] = policy.scores(found)
             if seen.prompt is not None:
@@ -269,7 +276,7 @@ class TierEvictor(Eviction[TieredEviction]):
         """The layer's share of whole tokens in each row, f32 (B*H,); ``most`` is the greatest strength of any layer."""
         own = self.strength
         if own is None or most is None:
-            own = most = torch.ones(self.layer.batch_size, device=self.layer.device)
+            own = most = torch.ones(self.layer.batch_size, device=self.layer.device, dtype=torch.float32)
         return self.policy.share(own, most.to(own.device)).repeat_interleave(self.store().fold)
 
     def take_tiers(self, done: Requantized | None, rows: slice, scores: Tensor) -> None:

@@ -60,7 +60,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
         interval = self.policy.interval
         if interval is None:
             return None
-        given = torch.tensor(room)
+        given = torch.tensor(room, dtype=torch.int64, device="cpu")
         left = int(self.policy.room(given, given, *self.place, self.layer.hold))
         return (left + interval,) * len(self.store().runs)
 
@@ -143,7 +143,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
     def _plan_trim(self) -> None:
         """Works out when steps have to trim."""
         if self.trims_steps:
-            given, held = torch.tensor(sorted(self._rows_at_length(self.layer.seen))).T
+            given, held = torch.tensor(sorted(self._rows_at_length(self.layer.seen)), dtype=torch.int64, device="cpu").T
             due = self.policy.due_in(given, held, *self.place, self.layer.hold)
             assert due is not None, "steps are trimmed"
             self.trim_at = self.layer.seen + int(due.min())
@@ -169,7 +169,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
 
     def _rows_after(self, prompt: bool) -> Rows:
         """States of rows once they are trimmed; a few tokens, which may be a prompt for some rows, give both."""
-        given, held = torch.tensor(sorted(self._rows_at_length(self.layer.seen))).T
+        given, held = torch.tensor(sorted(self._rows_at_length(self.layer.seen)), dtype=torch.int64, device="cpu").T
         kinds = ([True] if self._long else [False, True]) if prompt else [False]
         found: list[tuple[int, int]] = []
         for kind in kinds:

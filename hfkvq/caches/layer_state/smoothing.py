@@ -31,6 +31,7 @@ from torch.nn.modules import module
 from transformers.cache_utils import DynamicCache
 
 from hfkvq import kernels
+from hfkvq.kernels.dispatch import exact
 from hfkvq.kernels.pages import PageFormat
 
 from ..base import outside_inference_mode, warn_once
@@ -273,6 +274,7 @@ class _Watched(DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
+@exact
 def measure(model: Any, config: Any) -> Mapping[int, Measured]:
     """Statistics of a model's attention by layer; empty where it cannot be measured.
 
@@ -449,5 +451,5 @@ def _tokens(vocabulary: int, config: Any) -> tuple[Tensor, Tensor | None]:
         return ids, None
     most = (getattr(config, "max_position_embeddings", None) or TOKENS) - TOKENS
     share = min(1.0, max(0, most) / OFFSETS[-1])
-    offsets = torch.tensor([int(offset * share) for offset in OFFSETS], device="cpu")
+    offsets = torch.tensor([int(offset * share) for offset in OFFSETS], device="cpu", dtype=torch.int64)
     return ids, offsets[:, None] + torch.arange(TOKENS, device="cpu")

@@ -11,8 +11,24 @@ from torch import Tensor
 from hfkvq import kernels
 from hfkvq.kernels.quantize import F16_MAX
 
+from ..base.recorded import is_recorded
 from ..store import SIDES, KVStore, Padding
 from .base import LayerBase
+
+
+def as_stored(layer: LayerBase, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values in the dtype that a layer stores, where autocast gives them in others; else as they are.
+
+    Autocast leaves keys in float32 after RoPE, and not values. An empty layer stores the dtype that both have, or that
+    of autocast, in which attention is computed.
+    """
+    if not torch.is_autocast_enabled(keys.device.type):
+        return keys, values
+    if layer.is_initialized and (layer.seen or is_recorded()):
+        dtype = layer.dtype
+    else:
+        dtype = keys.dtype if keys.dtype == values.dtype else torch.get_autocast_dtype(keys.device.type)
+    return keys.to(dtype), values.to(dtype)
 
 
 def check_update(layer: LayerBase, keys: Tensor, values: Tensor) -> None:

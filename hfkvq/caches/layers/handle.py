@@ -49,7 +49,7 @@ def refuse_gradient(layer: LayerBase, x: Tensor) -> Tensor:
     """
     if not layer.differentiated or not torch.is_grad_enabled():
         return x
-    return _NoGradient.apply(x, torch.zeros((), device=x.device, requires_grad=True))
+    return _NoGradient.apply(x, torch.zeros((), device=x.device, requires_grad=True, dtype=torch.float32))
 
 
 class LazyKV(torch.Tensor):
@@ -323,6 +323,7 @@ def _attend(
         return NotImplemented
     if dropout_p:
         return NotImplemented
+    query = query.to(layer.dtype)
     queries, columns = query.shape[2], key.shape[2]
     mask = attn_mask
     while mask is not None and mask.dim() < 4:

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import START, sealed_count
+from hfkvq.kernels.dispatch import exact
 from hfkvq.kernels.pages import Side
 
 from ..base import outside_inference_mode
@@ -448,6 +449,7 @@ class KVLayer(CacheLayerMixin):
                 self.finish(query, arguments)
         return refuse_gradient(self, after(out) if pages and after is not None else out)
 
+    @exact
     def step(self, query: Tensor, arguments: AttentionArguments) -> Tensor | None:
         """Begins, attends and finishes at once, over the buffer: (B, Hq, Q, D) to (B, Hq, Q, Dv).
 
@@ -456,6 +458,7 @@ class KVLayer(CacheLayerMixin):
         steps = self.steps
         return steps.run(query, arguments) if steps is not None and steps.takes(query.shape[2], arguments) else None
 
+    @exact
     def begin(self, mask: Tensor | None, queries: int) -> bool:
         """Prepares one attention call.
 
@@ -481,6 +484,7 @@ class KVLayer(CacheLayerMixin):
             steps.sync.holes = True
         return pages
 
+    @exact
     def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
         """Attends to the pages: (B, Hq, Q, D) to (B, Hq, Q, Dv); see `hfkvq.kernels.decode_attention`.
 
@@ -499,6 +503,7 @@ class KVLayer(CacheLayerMixin):
             outs.append(self.attend(query[:, :, own], arguments._replace(mask=shown)))
         return torch.cat(outs, 2)
 
+    @exact
     def finish(self, query: Tensor, arguments: AttentionArguments) -> None:
         """Observes the query (B, Hq, Q, D) if the scheme wants it, then seals what is due."""
         if self.eviction is not None or self.queries is not None:
@@ -543,6 +548,7 @@ class KVLayer(CacheLayerMixin):
 
     # Staged tokens join the store, and what is due is sealed.
 
+    @exact
     def settle(self, commit: bool = True) -> None:
         """Does what is left of the last update: staged tokens join the store, and what is due is sealed.
 
@@ -664,15 +670,15 @@ class KVLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b becomes what row ``beam_idx[b]`` was."""
-        transactions.reorder(self.parts, beam_idx)
+        transactions.take_rows("reorder_cache", beam_idx, self.parts)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
+    def batch_repeat_interleave(self, repeats: Any) -> None:
         """Every row ``repeats`` times; the copies share the pages that are full."""
-        transactions.repeat(self.parts, repeats)
+        transactions.take_rows("batch_repeat_interleave", repeats, self.parts)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows only (indices or a boolean mask)."""
-        transactions.select(self.parts, indices)
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keeps these rows only; see `MixedKVCache.batch_select_indices`."""
+        transactions.take_rows("batch_select_indices", indices, self.parts)
 
     def before_change(self, commit: bool) -> list[Any]:
         """Does what steps and updates have left, before lengths or rows change; the parts that change with the layer.

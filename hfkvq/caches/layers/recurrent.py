@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """Transformers' layer of states, of which rows can be repeated and selected too, and that can be saved.
+    """Transformers' layer of states, which can be saved.
 
     Attributes:
         invalid: whether a step was interrupted that may have written some states and others not.
@@ -60,19 +60,8 @@ class RecurrentLayer(LinearAttentionLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
         """Row b becomes what row ``beam_idx[b]`` was."""
-        self._take_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row ``repeats`` times."""
-        self._take_rows(lambda x: x.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows only (indices or a boolean mask)."""
-        self._take_rows(lambda x: x[indices.to(x.device)])
-
-    def _take_rows(self, take: Callable[[Tensor], Tensor]) -> None:
         for place in slots_of([self]):
-            place.held[place.number] = take(place.tensor)
+            place.held[place.number] = place.tensor.index_select(0, beam_idx.to(place.tensor.device))
 
     # Files.
 

@@ -114,41 +114,106 @@ def untouched(layers: Sequence[Any]) -> dict[int, dict[str, Any]]:
     return found
 
 
-def reorder(layers: Sequence[Any], rows: Tensor, beside: Beside = ()) -> None:
-    """Row b becomes what row ``rows[b]`` was (i64 (B',))."""
-    if rows.dim() != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
-        raise ValueError(f"reorder_cache: got {rows.dtype} of {tuple(rows.shape)}, allowed indices of rows, i64 (B,).")
+def take_rows(
+    verb: str, given: Any, layers: Sequence[Any], beside: Callable[[Tensor], Beside] = lambda rows: ()
+) -> None:
+    """Row b becomes what another row was, by the rule of ``verb``; see `rows_of`."""
+    batch = next((found for found in map(_batch_of, layers) if found), 0)
+    rows = rows_of(verb, given, batch)
+    if not batch:
+        return
 
     def own(layer: PagedLayer) -> None:
-        _check_rows("reorder_cache", rows, 0, layer.batch_size)
-        layer.take_rows(rows.to(layer.device), layer.held().reorder)
+        store = layer.held()
+        change = store.select if verb == "batch_select_indices" else store.reorder
+        layer.take_rows(rows.to(layer.device), change)
 
-    _change(layers, own, lambda layer: layer.reorder_cache(rows), beside)
-
-
-def repeat(layers: Sequence[Any], repeats: int, beside: Beside = ()) -> None:
-    """Every row ``repeats`` times; the copies share the pages that are full."""
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise ValueError(f"batch_repeat_interleave: got {repeats!r}, allowed a positive number.")
-
-    def own(layer: PagedLayer) -> None:
-        rows = torch.arange(layer.batch_size, device=layer.device).repeat_interleave(repeats)
-        layer.take_rows(rows, layer.held().reorder)
-
-    _change(layers, own, lambda layer: layer.batch_repeat_interleave(repeats), beside)
+    _change(layers, own, lambda layer: layer.reorder_cache(rows), beside(rows))
 
 
-def select(layers: Sequence[Any], indices: Tensor, beside: Beside = ()) -> None:
-    """Keeps these rows only (indices or a boolean mask)."""
+def _batch_of(layer: Any) -> int:
+    """Rows that a layer holds tokens of, 0 of an empty one."""
+    if is_paged(layer):
+        return layer.batch_size if layer.seen else 0
+    if hasattr(layer, "rows"):
+        return layer.rows or 0
+    keys = getattr(layer, "keys", None)
+    return keys.shape[0] if isinstance(keys, Tensor) and keys.numel() else 0
 
-    def own(layer: PagedLayer) -> None:
-        if indices.dtype != torch.bool:
-            _check_rows("batch_select_indices", indices, -layer.batch_size, layer.batch_size)
-        rows = torch.arange(layer.batch_size, device=layer.device)[indices.to(layer.device)]
-        _check_rows("batch_select_indices", rows, 0, layer.batch_size)
-        layer.take_rows(rows, layer.held().select)
 
-    _change(layers, own, lambda layer: layer.batch_select_indices(indices), beside)
+def rows_of(verb: str, given: Any, batch: int) -> Tensor:
+    """Numbers i64 (B',) of the rows that a cache of ``batch`` rows is to hold.
+
+    Args:
+        verb: "reorder_cache" and "batch_select_indices" take numbers of rows, the latter counted from the end, too, and
+            as a slice or mask; "batch_repeat_interleave" takes how often each row comes: one number, or one per row.
+        given: number, slice, sequence, array or tensor, as DynamicCache takes it.
+        batch: rows of the cache.
+
+    Raises:
+        ValueError: anything else, no row at all, or a row that does not exist.
+    """
+    repeats, selects = verb == "batch_repeat_interleave", verb == "batch_select_indices"
+    found = given
+    if selects and (given is ... or isinstance(given, slice)):
+        found = range(batch)[slice(None) if given is ... else given]
+    elif repeats and not isinstance(given, bool):
+        # Tensors of several numbers have no index.
+        with contextlib.suppress(TypeError):
+            times = operator.index(given)
+            found = [times] * (batch or 1)
+            if times < 1:
+                raise _refused(verb, given, batch)
+    try:
+        rows = found if isinstance(found, Tensor) else _listed(found)
+    except (TypeError, ValueError):
+        raise _refused(verb, given, batch) from None
+    is_mask = selects and rows.dtype in (torch.bool, torch.uint8)
+    if rows.dim() != 1 or rows.is_floating_point() or rows.is_complex() or (rows.dtype == torch.bool and not is_mask):
+        raise _refused(verb, given, batch)
+    if not batch:
+        # An empty cache has no rows that could change.
+        return rows
+    if (is_mask or repeats) and rows.shape[0] != batch:
+        raise _refused(verb, given, batch)
+    rows = rows.nonzero()[:, 0] if is_mask else rows.long()
+    # On other devices this would synchronize.
+    if rows.device.type == "cpu":
+        low, high = -batch if selects else 0, torch.iinfo(rows.dtype).max if repeats else batch
+        if not bool(((rows >= low) & (rows < high)).all()):
+            raise _refused(verb, given, batch)
+    if selects:
+        rows = rows.remainder(batch)
+    elif repeats:
+        rows = torch.arange(batch, device=rows.device).repeat_interleave(rows)
+    if not rows.numel():
+        raise ValueError(f"{verb}: got no rows, allowed at least one; call reset() to forget all.")
+    return rows
+
+
+def _listed(given: Any) -> Tensor:
+    """Whole numbers, or truth values, of a sequence or an array of one axis: i64 or bool (n,)."""
+    numbers = given.tolist() if hasattr(given, "tolist") else list(given)
+    flags = bool(numbers) and all(isinstance(x, bool) for x in numbers)
+    return torch.tensor(
+        [bool(x) if flags else operator.index(x) for x in numbers],
+        dtype=torch.bool if flags else torch.int64,
+        device="cpu",
+    )
+
+
+_ROWS = {
+    "reorder_cache": "numbers of rows, i64 (B,)",
+    "batch_select_indices": "numbers of rows as a sequence, slice or i64 (B,), or a mask of all rows, bool (B,)",
+    "batch_repeat_interleave": "a positive number, or one for each row, i64 (B,)",
+}
+
+
+def _refused(verb: str, given: Any, batch: int) -> ValueError:
+    shown = f"{given.dtype} {given.tolist()}" if isinstance(given, Tensor) else repr(given)
+    return ValueError(
+        f"{verb}: got {shown}, but the cache holds {batch} rows; allowed {_ROWS[verb]}; nothing was changed."
+    )
 
 
 def reset(layers: Sequence[Any], beside: Beside = ()) -> None:
@@ -215,11 +280,3 @@ def _finish(layers: Sequence[PagedLayer]) -> None:
         for layer in layers:
             if layer.uncommitted:
                 layer.seal_due()
-
-
-def _check_rows(verb: str, rows: Tensor, low: int, batch: int) -> None:
-    if not rows.numel():
-        raise ValueError(f"{verb}: got no rows, allowed at least one; call reset() to forget all.")
-    # On other devices this would synchronize.
-    if rows.device.type == "cpu" and not bool(((rows >= low) & (rows < batch)).all()):
-        raise ValueError(f"{verb}: got rows {rows.tolist()}, but the cache holds {batch}; nothing was changed.")

@@ -517,6 +517,17 @@ def latent_layout(scheme: Scheme, rank: int, rope_dim: int) -> Layout | None:
     return scheme.layout(rank, rope_dim).of_latents()
 
 
+def warn_of_unseen(scheme: Scheme) -> None:
+    """Warns, once for a scheme, that channels are raised without the queries by which it would choose them."""
+    # Warnings are shown once for each line that they come from, and each text.
+    warnings.warn(
+        f"{scheme.name}: this model's attention does not expose its queries to the cache, so key channels are raised "
+        "without them (mixkvq, best-*: by their quantization error alone). Load the model with "
+        "attn_implementation='sdpa', or choose a scheme that needs no queries (kitty, saw-int4).",
+        stacklevel=3,
+    )
+
+
 def list_schemes() -> dict[str, Scheme]:
     """Every preset by name, with the scheme it stands for."""
     return {name: get_scheme(name) for name in presets()}

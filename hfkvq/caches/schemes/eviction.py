@@ -146,7 +146,7 @@ def warn_of_loss(scheme: EvictionScheme, tokens: int, layers: int) -> None:
     """
     if scheme in _WARNED or getattr(scheme, "budget_bytes", None) is not None:
         return
-    given = torch.tensor(tokens, device="cpu")
+    given = torch.tensor(tokens, device="cpu", dtype=torch.int64)
     kept = int(scheme.room(given, given, layers // 2, layers))
     if 2 * kept < tokens:
         _WARNED.add(scheme)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from hfkvq.kernels.groups import F16_MAX, POWERS
 from hfkvq.kernels.pages import RAISED_STEP, PageFormat
 from hfkvq.kernels.seal import SCORE_MAX, range_rule
 
-from .base import Entry, Layout, Scheme, SideLayout, knob
+from .base import Entry, Layout, Scheme, SideLayout, knob, warn_of_unseen
 
 
 def _sum_channels(x: Tensor) -> Tensor:
@@ -234,13 +233,7 @@ class MixKVQ(Scheme):
             return None
         unseen = "query" in self.needs and q_abs is None
         if unseen:
-            # Warnings are shown once for each line that they come from.
-            warnings.warn(
-                f"{self.name}: this model's attention does not expose its queries to the cache, so key channels are "
-                "raised by their quantization error alone. Load the model with attn_implementation='sdpa', or choose a "
-                "scheme that needs no queries (kitty, saw-int4).",
-                stacklevel=2,
-            )
+            warn_of_unseen(self)
         if unseen or self.select == "fractions":
             score, above = self._product(keys, q_abs), (0.0, 0.0)
         else:

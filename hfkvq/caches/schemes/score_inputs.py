@@ -263,7 +263,7 @@ class _Prompt:
     def received(self) -> Tensor:
         """Sum over all queries, a few at a time: f32 (N, r, n)."""
         count, r, queries, _ = self.query.shape
-        total = torch.zeros(count, r, self.tokens, device=self.query.device)
+        total = torch.zeros(count, r, self.tokens, device=self.query.device, dtype=torch.float32)
         at_once = max(1, ELEMENTS // (count * r * self.tokens))
         for first in range(0, queries, at_once):
             last = min(first + at_once, queries)

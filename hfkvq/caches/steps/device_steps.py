@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, START
+from hfkvq.kernels.dispatch import exact
 from hfkvq.kernels.step import MAX_STEP, run_step, seen
 
 from ..base.recorded import is_captured, is_recorded
@@ -147,6 +148,7 @@ class DeviceSteps(Part):
         """True if something is due, between steps, once ``bound`` tokens have been seen."""
         return self.eviction is not None and self.layer.store is not None and bound > self.eviction.full_at
 
+    @exact
     def between_steps(self) -> None:
         """Trims rows that have outgrown their budget, by the newest query."""
         state, eviction = self.buffer.state, self.eviction

@@ -27,7 +27,7 @@ class _Block:
     def __init__(self, size: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         try:
-            self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
+            self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda, device="cpu")
         except RuntimeError as error:
             raise torch.OutOfMemoryError(f"offloading: {size / 2**30:.2f} GiB cannot be pinned: {error}") from error
         if is_cuda:

@@ -37,7 +37,7 @@ from hfkvq.kernels.pages import PageFormat, RunView, Side
 from hfkvq.kernels.step import MAX_STEP, StepState
 
 from ..base import outside_inference_mode
-from ..schemes.base import Layout, Scheme
+from ..schemes.base import Layout, Scheme, warn_of_unseen
 from . import accounting
 from .accounting import StoreBytes
 from .packing import Packed, packed, unpacked
@@ -100,8 +100,11 @@ def write_pages(
     widths = rule = None
     if fmt.raised:
         rule = scheme.channel_rule
-        if rule is None and (q_abs is not None or "query" not in scheme.needs):
+        unseen = q_abs is None and "query" in scheme.needs
+        if rule is None and not unseen:
             rule = scheme.step_rule(source.shape[3])
+        elif rule is not None and unseen:
+            warn_of_unseen(scheme)
     if fmt.raised and rule is None:
         keys = source.gather(2, index.long()[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3]))
         widths = scheme.channel_bits(keys.unflatten(2, (-1, fmt.page_size)), q_abs)

@@ -34,7 +34,10 @@ def packed(state: StoreState) -> Packed:
         blocks = -(-max(map(max, counts)) // page)
         pages = view.table[:, : form.pages(blocks)].reshape(-1).long()
         if view.pos is not None:
-            held = torch.arange(blocks * page) < torch.tensor(counts[0])[:, None]
+            held = (
+                torch.arange(blocks * page, device="cpu")
+                < torch.tensor(counts[0], dtype=torch.int64, device="cpu")[:, None]
+            )
             tensors[f"run{r}.pos"] = view.pos[:, : blocks * page].masked_fill(~held.to(view.pos.device), 0)
         for side, fmt, parts, count in zip(SIDES, formats, (view.keys, view.values), counts, strict=True):
             open_pages = [
@@ -67,7 +70,7 @@ def _clear(part: Tensor, name: str, fmt: PageFormat, side: Side, pages: Sequence
     """Zeros in the slots of pages (their numbers, and how many slots are filled) behind the last token."""
     if not pages:
         return
-    at, filled = torch.tensor(pages).T.to(part.device)
+    at, filled = torch.tensor(pages, dtype=torch.int64, device="cpu").T.to(part.device)
     if fmt.whole:
         # Whole pages or none are sealed.
         part[at[filled == 0]] = 0
@@ -80,12 +83,12 @@ def _clear(part: Tensor, name: str, fmt: PageFormat, side: Side, pages: Sequence
 
 def _held(state: StoreState, i: int, counters: Sequence[Sequence[int]]) -> Tensor:
     """A window, with zeros in slots that no token waits in."""
-    window, lengths = state.windows[i], torch.tensor(counters[LENGTH])[:, None]
-    slots, sink = torch.arange(window.shape[2]), state.format.sink
+    window, lengths = state.windows[i], torch.tensor(counters[LENGTH], dtype=torch.int64, device="cpu")[:, None]
+    slots, sink = torch.arange(window.shape[2], device="cpu"), state.format.sink
     if i < 2:
         held = slots < lengths
     else:
-        sealed = torch.tensor(counters[RUNS + i % 2 :: 2]).sum(0)[:, None]
+        sealed = torch.tensor(counters[RUNS + i % 2 :: 2], dtype=torch.int64, device="cpu").sum(0)[:, None]
         waiting, room = (lengths - sink - sealed).clamp(min=0), max(window.shape[2], 1)
         held = (slots - sealed) % room < waiting
     return window.masked_fill(~held.to(window.device)[:, None, :, None], 0)

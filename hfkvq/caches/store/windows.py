@@ -180,7 +180,7 @@ class Ragged:
     """
 
     def __init__(self, first: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
-        self.first, self.length = torch.tensor([first, lengths], dtype=torch.int32).to(device)
+        self.first, self.length = torch.tensor([first, lengths], dtype=torch.int32, device="cpu").to(device)
         self.lengths = frozenset(lengths)
         self._columns: dict[tuple[int, int], Tensor] = {}
 

@@ -34,6 +34,28 @@ def config_hash(config: Any) -> str:
     return _digest(_essential(config.to_dict()))
 
 
+def config_fields(config: Any) -> dict[str, str]:
+    """Fields that `config_hash` is of, as text by name (``rope_parameters.rope_theta``)."""
+    found: dict[str, str] = {}
+
+    def walk(prefix: str, thing: Any) -> None:
+        if isinstance(thing, Mapping):
+            for key, value in thing.items():
+                walk(f"{prefix}.{key}" if prefix else key, value)
+        else:
+            found[prefix] = json.dumps(thing, default=str)
+
+    walk("", _essential(config.to_dict()))
+    return found
+
+
+def differing(theirs: Mapping[str, str], own: Mapping[str, str]) -> str:
+    """Says in which fields two configs differ, three of them by their values: ``rms_norm_eps (1e-06, here 1e-05)``."""
+    names = sorted(name for name in theirs.keys() | own.keys() if theirs.get(name) != own.get(name))
+    shown = [f"{name} ({theirs.get(name, 'absent')[:40]}, here {own.get(name, 'absent')[:40]})" for name in names[:3]]
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def template_hash(tokenizer: Any) -> str:
     """Sixteen hex digits of a tokenizer's chat template."""
     return _digest(getattr(tokenizer, "chat_template", None))

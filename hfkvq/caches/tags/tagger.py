@@ -292,7 +292,7 @@ class Tagger:
         return Extension(
             TagState(tuple(rows), state.seen + ids.shape[1]),
             torch.from_numpy(tags),
-            torch.tensor(aged, dtype=torch.int64),
+            torch.tensor(aged, dtype=torch.int64, device="cpu"),
             torch.from_numpy(of_rows),
             torch.from_numpy(of_columns),
             torch.from_numpy(of_tags),

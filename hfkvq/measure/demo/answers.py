@@ -199,7 +199,7 @@ def kl_divergence(baseline: Tensor, other: Tensor) -> Tensor:
         f64 (N,).
     """
     if not len(baseline):
-        return torch.empty(0, dtype=torch.float64)
+        return torch.empty(0, dtype=torch.float64, device="cpu")
     # In pieces: in f64 the whole of a large vocabulary could be larger than the model.
     pieces = []
     for p, q in zip(baseline.split(64), other.split(64), strict=True):

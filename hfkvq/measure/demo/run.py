@@ -122,7 +122,7 @@ def run_demo(
     rows: list[Record] = []
     for name, scheme in caches.items():
         scores: dict[str, _Score] = {batch.task: _Score() for batch in batches}
-        spent = torch.zeros(4, dtype=torch.float64)
+        spent = torch.zeros(4, dtype=torch.float64, device="cpu")
         memory = None
         for index, (batch, count) in enumerate(zip(batches, counts, strict=True)):
             tell(name, batch.task)
@@ -130,14 +130,22 @@ def run_demo(
                 _warm_up(subject, batch, scheme)
             mine = answer(subject, batch, make_cache(subject, scheme), count)
             base = mine if scheme is None else expected[index][0]
-            logits = predictions(subject, batch, mine, base) if count else torch.empty(0, 0)
+            logits = (
+                predictions(subject, batch, mine, base)
+                if count
+                else torch.empty(0, 0, dtype=torch.float32, device="cpu")
+            )
             if scheme is None:
                 # Logits on the host: all tasks' of a large vocabulary would be a burden to the device.
                 expected.append((Written(mine.ids, mine.lengths), logits.cpu()))
             scores[batch.task].add(subject, batch, mine, base)
             scores[batch.task].kl.append(kl_divergence(expected[index][1], logits))
             answered = sum(mine.lengths) - len(mine.lengths)
-            spent += torch.tensor([int(batch.mask.sum()), mine.prompt_seconds, answered, mine.decode_seconds])
+            spent += torch.tensor(
+                [int(batch.mask.sum()), mine.prompt_seconds, answered, mine.decode_seconds],
+                dtype=torch.float64,
+                device="cpu",
+            )
             if batch is measured:
                 memory = read_memory(mine.cache, batch.mask)
             done += work[index]

@@ -116,7 +116,7 @@ class _Collected:
             # Sliding windows alone: nothing that a scheme would compress.
             self.bits = self.key_bits = math.nan
             return
-        memory = read_memory(cache, torch.ones(rows, 1))
+        memory = read_memory(cache, torch.ones(rows, 1, dtype=torch.float32, device="cpu"))
         self.held, self.bf16 = self.held + memory.held, self.bf16 + memory.bf16
         self.bits, self.key_bits = self.bits + rows * memory.code_bits, self.key_bits + rows * memory.key_bits
 

@@ -68,7 +68,7 @@ def _row(one: Divergence, measured: Measured, seed: int, names: Sequence[str]) -
 
 
 def _mean(values: Tensor, chosen: Sequence[bool]) -> float:
-    return float(values[torch.tensor(chosen)].mean())
+    return float(values[torch.tensor(chosen, dtype=torch.bool, device="cpu")].mean())
 
 
 def as_record(measured: Measured, seed: int, about: Record, names: Sequence[str]) -> Record:

@@ -172,7 +172,7 @@ def cut(texts: Sequence[Text], tokenizer: Any, context: int, limit: int) -> Wind
             ids = _tokens(text, tokenizer, room, share)
             rows += [(at, place, ids[at * room : (at + 1) * room]) for at in range(min(len(ids) // room, share))]
     rows.sort(key=lambda row: row[:2])
-    tokens = torch.tensor([start + ids for _, _, ids in rows], dtype=torch.long)
+    tokens = torch.tensor([start + ids for _, _, ids in rows], dtype=torch.long, device="cpu")
     return Windows(
         tokens, _digest(tokens), start[0] if start else None, tuple(texts[place].name for _, place, _ in rows)
     )

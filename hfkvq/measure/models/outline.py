@@ -172,12 +172,23 @@ def outline(config: Any) -> Outline:
 
 def _build(config: Any) -> Any:
     # A quantizer is no concern of shapes, and may not be installed; nor is the dtype, and experts know bf16 alone here.
-    plain = type(config).from_dict({k: v for k, v in config.to_dict().items() if k != "quantization_config"})
+    given = {k: _with_fixed_rope(v) for k, v in config.to_dict().items() if k != "quantization_config"}
+    plain = type(config).from_dict(given)
     with torch.device("meta"):
         try:
             return AutoModelForCausalLM.from_config(plain, dtype=_DTYPE)
         except ValueError:
             return AutoModelForImageTextToText.from_config(plain, dtype=_DTYPE)
+
+
+def _with_fixed_rope(value: Any) -> Any:
+    """A config's value, in which RoPE that asks for the positions' numbers is plain RoPE, of the same shapes."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: "default" if key in ("rope_type", "type") and own == "dynamic" else _with_fixed_rope(own)
+        for key, own in value.items()
+    }
 
 
 def checkpoint_bytes(model: str) -> int | None:

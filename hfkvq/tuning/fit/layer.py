@@ -123,18 +123,23 @@ class _Kind:
         """Gives a layer a prompt, or a chunk of one."""
         if self.narrow and layer.tags is not None and layer.tags.record is not None:
             layer.tags.record.write(
-                torch.zeros(1, count, dtype=torch.int32), self._tagged(layer.seen, count), layer.seen
+                torch.zeros(1, count, dtype=torch.int32, device="cpu"), self._tagged(layer.seen, count), layer.seen
             )
         self.feed(layer, count)
 
     def _tagged(self, seen: int, count: int) -> Tensor:
         """Tags u8 (1, count), an evenly spread share of them narrow if the scheme has such a tag."""
-        codes = torch.arange(UNTAGGED + 1, dtype=torch.uint8)[None]
-        some = torch.zeros(1, 1, codes.shape[1], 1)
+        codes = torch.arange(UNTAGGED + 1, dtype=torch.uint8, device="cpu")[None]
+        some = torch.zeros(1, 1, codes.shape[1], 1, dtype=torch.float32, device="cpu")
         bits = self.scheme.token_bits(some, some, torch.zeros_like(codes, dtype=torch.int32), codes)
         low = self.scheme.layout(self.key_dim, self.value_dim).keys.formats[0].bits
         found = [] if bits is None else (bits[0] == low).nonzero().flatten().tolist()
-        at = torch.arange(seen, seen + count + 1, dtype=torch.float64).mul(self.narrow).floor().diff()[None]
+        at = (
+            torch.arange(seen, seen + count + 1, dtype=torch.float64, device="cpu")
+            .mul(self.narrow)
+            .floor()
+            .diff()[None]
+        )
         return torch.where(at > 0, found[0] if found else UNTAGGED, UNTAGGED).to(torch.uint8)
 
     def shortened(self, come: Arrival) -> int:
@@ -144,7 +149,12 @@ class _Kind:
         layout = self.scheme.layout(self.key_dim, self.value_dim)
         if isinstance(self.scheme, TieredEviction):
             costs = self.scheme.token_bytes(layout, self.key_dim, self.value_dim, self.itemsize)
-            every = torch.tensor([come.prompt]), torch.zeros(1), costs, torch.ones(1, dtype=torch.bool)
+            every = (
+                torch.tensor([come.prompt], dtype=torch.int64, device="cpu"),
+                torch.zeros(1, dtype=torch.float32, device="cpu"),
+                costs,
+                torch.ones(1, dtype=torch.bool, device="cpu"),
+            )
             kept = int(self.scheme.kept(*every))
         elif self.scheme.budget_share is None:
             # Budgets of PyramidKV are the same from twice their mean on.
@@ -221,7 +231,7 @@ def _notes(scheme: Scheme, heads: int, key_dim: int) -> int:
     if "query" not in scheme.needs:
         return 0
     statistics = QueryStatistics()
-    statistics.observe(torch.zeros(1, heads, 1, key_dim), 1, heads, None, 1)
+    statistics.observe(torch.zeros(1, heads, 1, key_dim, dtype=torch.float32, device="cpu"), 1, heads, None, 1)
     return sum(x.nbytes for x in (statistics.sums, statistics.counts) if x is not None)
 
 

@@ -114,8 +114,8 @@ def _places(schemes: Sequence[Scheme], context: int) -> list[tuple[int, int]]:
     count, found = len(schemes), []
     first: dict[Any, tuple[int, int]] = {}
     # Contexts beyond the first are sampled: budgets differ most at the longest.
-    given = torch.arange(1, min(context, _EACH) + 1)
-    given = torch.cat([given, torch.linspace(1, context, _EACH, dtype=torch.float64).long()])
+    given = torch.arange(1, min(context, _EACH) + 1, device="cpu")
+    given = torch.cat([given, torch.linspace(1, context, _EACH, dtype=torch.float64, device="cpu").long()])
     for i, scheme in enumerate(schemes):
         own = (0, 1)
         if isinstance(scheme, TokenEviction):

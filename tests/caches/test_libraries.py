@@ -1,0 +1,216 @@
+"""A cache takes what DynamicCache takes, and shows libraries what DynamicCache shows them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hfkvq import MixedKVCache
+from tests.caches.models import build, prompt
+from tests.caches.test_hybrids import model_of as build_hybrid
+
+ROWS = 4
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+def pair(model, capacity=None):
+    """A DynamicCache and one of ours that hold the same tokens of four different rows."""
+    caches = DynamicCache(config=model.config), MixedKVCache(model, "full", max_cache_len=capacity)
+    for cache in caches:
+        with torch.no_grad():
+            model(prompt(ROWS, 30), past_key_values=cache)
+    return caches
+
+
+def is_same(theirs, ours):
+    return all(
+        torch.equal(getattr(a, side), getattr(b, side))
+        for a, b in zip(theirs.layers, ours.layers, strict=True)
+        for side in ("keys", "values")
+    )
+
+
+SELECTED = (
+    [0, 2], (3, 1), [-1], range(1, 3), slice(0, 2), slice(None, None, 2), slice(-2, None), ...,
+    [True, False, True, False], np.array([2, 0]), np.array([True, False, False, True]), np.array([1], dtype=np.uint8),
+    [np.int64(1)], [torch.tensor(2), torch.tensor(0)], torch.tensor([2, 0, 0]), torch.tensor([-1, 0]),
+    torch.tensor([1], dtype=torch.int32),
+    torch.tensor([False, True, True, False]), torch.tensor([0, 1, 0, 0], dtype=torch.uint8),
+)  # fmt: skip
+REPEATED = (1, 3, np.int64(2), torch.tensor(2), torch.tensor([2]), torch.tensor([1, 0, 2, 1]))
+REORDERED = (torch.tensor([3, 0, 0, 1]), torch.tensor([1], dtype=torch.int32), torch.tensor([0, 1, 2, 3, 3]))
+CROPPED = (0, -3, np.int64(-3), torch.tensor(-3), torch.tensor([-3]))
+TAKEN = [
+    *(("batch_select_indices", given) for given in SELECTED),
+    *(("batch_repeat_interleave", given) for given in REPEATED),
+    *(("reorder_cache", given) for given in REORDERED),
+    *(("crop", given) for given in CROPPED),
+]
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("capacity", [None, 60])
+@pytest.mark.parametrize(("verb", "given"), TAKEN, ids=lambda x: repr(x))
+def test_arguments_that_a_dynamic_cache_takes(model, verb, given, capacity):
+    theirs, ours = pair(model, capacity)
+    # DynamicCache reads numbers of one byte as a mask, in arrays too.
+    getattr(theirs, verb)(given.astype(int) if isinstance(given, np.ndarray) and given.dtype == np.uint8 else given)
+    getattr(ours, verb)(given)
+    assert is_same(theirs, ours)
+    ours.integrity_check()
+    one = getattr(pair(model, capacity)[1].layers[0], verb)
+    one(given)
+
+
+ROWS_OF_THREE = {
+    "batch_select_indices": [True, False, True],
+    "batch_repeat_interleave": torch.tensor([1, 0, 1]),
+    "reorder_cache": [0, 2],
+}
+
+
+@pytest.mark.parametrize("verb", ROWS_OF_THREE)
+@pytest.mark.parametrize("family", ["gemma3", "falcon_h1"])
+def test_rows_of_every_kind_of_layer(family, verb):
+    """Windows and recurrent states take the same arguments."""
+    model = build(family) if family == "gemma3" else build_hybrid(family)
+    ours, rest = (MixedKVCache(model, "full") for _ in range(2))
+    with torch.no_grad():
+        model(prompt(3, 30) % 100, past_key_values=ours)
+        model(prompt(3, 30)[[0, 2]] % 100, past_key_values=rest)
+        getattr(ours, verb)(ROWS_OF_THREE[verb])
+        got, expected = (model(prompt(2, 1) % 100, past_key_values=each).logits for each in (ours, rest))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+REFUSED = {
+    "batch_select_indices": (
+        *(1, None, "01", 0.5, [0.5], [4], [-5], [[0, 1]], [], slice(4, None), [True], [False] * 4),
+        *(torch.tensor(x) for x in (1, [[0]], [0.0], [True], [1j], [4])),
+    ),
+    "batch_repeat_interleave": (
+        *(0, -1, None, True, 1.5, "2", [1, 2], [0] * 4, [-1, 1, 1, 1]),
+        *(torch.tensor(x) for x in (1.5, [1, 2], [-1, 1, 1, 1])),
+    ),
+    "reorder_cache": (0, None, "0", [0.5], [4], [-1], *(torch.tensor(x) for x in (0, [True] * 4, [0.0], [4]))),
+    "crop": (1, None, "1", -1.5, [1], -31, *(torch.tensor(x) for x in (-1.5, [-1, -1]))),
+}
+
+
+@pytest.mark.parametrize(
+    ("verb", "given"), [(verb, x) for verb, own in REFUSED.items() for x in own], ids=lambda x: repr(x)
+)
+def test_arguments_that_are_refused(model, verb, given):
+    theirs, ours = pair(model)
+    with pytest.raises(ValueError, match=rf"^{verb}: got .*(allowed|but only)"):
+        getattr(ours, verb)(given)
+    assert is_same(theirs, ours)
+    ours.integrity_check()
+
+
+READ = {
+    # Of a cache: by Transformers 5.17 to 5.24 (models, generate, masks), PEFT 0.21, kvpress 0.5, TRL 1.16, accelerate
+    # 1.15, optimum 2.3 and lm-eval 0.4 (the last four read none).
+    "batch_repeat_interleave": "transformers",
+    "batch_select_indices": "transformers",
+    "batch_size": "transformers",
+    "crop": "transformers",
+    "early_initialization": "transformers",
+    "get_conv_state": "transformers 5.23",
+    "get_mask_sizes": "transformers",
+    "get_max_cache_shape": "transformers 5.17, peft",
+    "get_max_length": "transformers",
+    "get_query_offset": "transformers",
+    "get_recurrent_state": "transformers 5.23",
+    "get_seq_length": "transformers, peft, kvpress",
+    "has_previous_state": "transformers",
+    "is_compileable": "transformers",
+    "is_croppable": "transformers",
+    "is_dummy": "transformers 5.23",
+    "is_initialized": "transformers",
+    "is_linear": "transformers 5.23",
+    "is_recording_past": "transformers 5.23",
+    "is_sliding": "transformers",
+    "layer_class_to_replicate": "transformers",
+    "layers": "transformers, peft, kvpress",
+    "max_batch_size": "transformers 5.17",
+    "max_cache_len": "peft",
+    "offload": "transformers",
+    "offloading": "transformers",
+    "activate_past_recording": "transformers",
+    "prefetch": "transformers",
+    "reorder_cache": "transformers",
+    "reset": "transformers",
+    "update": "transformers, peft",
+    "update_conv_state": "transformers",
+    "update_indexer": "transformers",
+    "update_recurrent_state": "transformers",
+}
+READ_OF_LAYERS = {
+    "batch_repeat_interleave": "transformers",
+    "batch_select_indices": "transformers",
+    "crop": "transformers",
+    "device": "transformers",
+    "get_mask_sizes": "transformers",
+    "get_max_length": "transformers",
+    "get_seq_length": "transformers",
+    "is_compileable": "transformers",
+    "is_croppable": "transformers",
+    "is_initialized": "transformers",
+    "is_sliding": "transformers",
+    "keys": "transformers, peft, kvpress",
+    "lazy_initialization": "transformers",
+    "offload": "transformers",
+    "prefetch": "transformers",
+    "reorder_cache": "transformers",
+    "reset": "transformers",
+    "supports_early_init": "transformers",
+    "update": "transformers, kvpress",
+    "values": "transformers, peft, kvpress",
+}
+
+
+def kind(x):
+    """What a reader may do with an attribute: call it, or compute with its type."""
+    if callable(x):
+        return "method"
+    return tuple(x.shape) if isinstance(x, torch.Tensor) else type(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+@pytest.mark.parametrize("capacity", [None, 60])
+def test_attributes_that_libraries_read(model, capacity):
+    """Each is of the kind that DynamicCache has, and has its value where tokens are counted."""
+    theirs, ours = pair(model, capacity)
+    for one, other, read in ((theirs, ours, READ), (theirs.layers[0], ours.layers[0], READ_OF_LAYERS)):
+        for name in read:
+            if hasattr(one, name):
+                assert hasattr(other, name), name
+                assert kind(getattr(other, name)) == kind(getattr(one, name)) or name == "layer_class_to_replicate"
+    assert ours.max_cache_len == (capacity or -1)
+    for name in ("is_initialized", "is_sliding", "is_croppable"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_prefix_tuning():
+    """PEFT asks every cache but DynamicCache for its capacity, and passes on a cache of its own, with the prefix."""
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    tuned, ids = peft.get_peft_model(build("llama"), config).eval(), prompt(2, 20)
+    found = [
+        tuned.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=5, do_sample=False
+        )
+        for cache in (DynamicCache(config=tuned.config), MixedKVCache(tuned.base_model, "full"))
+    ]
+    assert torch.equal(*found)
