@@ -48,7 +48,7 @@ def define(name: str, mutates: Iterable[str] = ()) -> Callable[[Callable[..., An
         body: Any = exact(function)
         # PyTorch reads the op's schema from types, which are names of the function's own module.
         body.__signature__ = inspect.signature(function, eval_str=True)
-        op = torch.library.custom_op(f"hfkvq::{name}", body, mutates_args=tuple(mutates))
+        op: Any = torch.library.custom_op(f"hfkvq::{name}", body, mutates_args=tuple(mutates))
         _OPS[name], _REFERENCES[name] = op, body
         return op
 

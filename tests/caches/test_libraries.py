@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import zipfile
+
 import numpy as np
 import pytest
 import torch
@@ -214,3 +218,23 @@ def test_prefix_tuning():
         for cache in (DynamicCache(config=tuned.config), MixedKVCache(tuned.base_model, "full"))
     ]
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_copies_of_a_model_are_the_users_own(family, attention):
+    """While a cache is attached: what is pickled needs no hfkvq, and a copy is as the model was before."""
+    model, plain = (build(family, attention=attention) for _ in range(2))
+    cache = MixedKVCache(model, "full")
+    with torch.no_grad():
+        model(prompt(1, 30), past_key_values=cache)
+    file = io.BytesIO()
+    torch.save(model, file)
+    with zipfile.ZipFile(file) as archive:
+        assert not any(b"hfkvq" in archive.read(name) for name in archive.namelist())
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert other.config._attn_implementation == attention
+        with torch.no_grad():
+            assert torch.equal(other(prompt(1, 30)).logits, plain(prompt(1, 30)).logits)
+    assert cache.attached

@@ -7,8 +7,8 @@ step's queries, and those of values into what comes out. Prompts are expanded as
 
 from __future__ import annotations
 
-import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,11 +28,25 @@ def expand_kv(module: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
     return type(module).expand_kv(module, kv_nope, k_rot)
 
 
+class _Expansion:
+    """`expand_kv` of a module; copies and pickles of the module have that of its class."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
+        return expand_kv(self._module, kv_nope, k_rot)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        """The class's own method: the module that is read has no other yet."""
+        return getattr, (self._module, "expand_kv")
+
+
 def patch_expand_kv(model: torch.nn.Module, config: Any) -> None:
     """Lets a model's modules pass handles on, until the switched config is given its old attention back."""
     for module in model.modules():
         if hasattr(type(module), "expand_kv"):
-            vars(module)["expand_kv"] = types.MethodType(expand_kv, module)
+            vars(module)["expand_kv"] = _Expansion(module)
     on_restore(config, id(model), _Undo(model))
 
 

@@ -11,6 +11,26 @@ NAME = "hfkvq"
 """Contains none of the words Transformers reads a meaning into ("flash", "sdpa", "flex_attention", "/", "paged|")."""
 
 
+class _Name(str):
+    """`NAME` in a switched config; copies and pickles of the config, or of its model, have what was there before."""
+
+    before: str | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str | None:
+        """The user's own implementation: no cache switches the copy back."""
+        return self.before
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Pickles the user's own implementation, which needs no hfkvq to be read."""
+        return (str, (self.before,)) if self.before is not None else (type(None), ())
+
+
+def _name(before: str | None) -> _Name:
+    name = _Name(NAME)
+    name.before = before
+    return name
+
+
 class _Switched(NamedTuple):
     before: str | None
     users: set[int]
@@ -34,7 +54,7 @@ def switch(config: Any, cache: Any) -> None:
             weakref.finalize(config, _SWITCHED.pop, key, None)
         _, users, undo = _SWITCHED.get(key, _Switched(None, set(), {}))
         _SWITCHED[key] = _Switched(before, users, undo)
-        config._attn_implementation_internal = NAME
+        config._attn_implementation_internal = _name(before)
     add_cache(config, cache)
 
 
@@ -45,7 +65,7 @@ def temporarily_switched(config: Any) -> Iterator[None]:
     if before == NAME:
         yield
         return
-    _LENT[key], config._attn_implementation_internal = before, NAME
+    _LENT[key], config._attn_implementation_internal = before, _name(before)
     try:
         yield
     finally:
