@@ -35,9 +35,11 @@ TESTS = {
         "tests/caches/test_static.py tests/caches/test_graphs.py",
     ),
     "seal": (
-        f"{LAYER} -k producer",
+        "tests/caches/test_sliding.py -k long_prompt",
+        "tests/caches/test_faults.py -k counted_as_sealed",
+        f"{CONTRACT}::test_recording_the_past_keeps_the_newest_unsealed",
         "tests/caches/test_schemes.py",
-        f"{CONTRACT}::test_prompts_of_every_length",
+        f"{CONTRACT}::test_prompts_of_every_length {CONTRACT}::test_dense_is_close_to_what_was_given",
         f"{LAYER} tests/caches/test_sliding.py tests/caches/test_mixkvq.py",
     ),
     "pages": ("tests/kernels/test_quantize.py", "tests/kernels/test_seal.py"),
