@@ -238,3 +238,18 @@ def test_copies_of_a_model_are_the_users_own(family, attention):
         with torch.no_grad():
             assert torch.equal(other(prompt(1, 30)).logits, plain(prompt(1, 30)).logits)
     assert cache.attached
+
+
+def test_attention_weights_are_given_or_refused(caplog):
+    """Transformers' own sdpa warns, too, and gives none."""
+    asked = {"output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 3, "do_sample": False}
+    eager, ids = build("llama", attention="eager"), prompt(1, 30)
+    expected = eager.generate(ids, past_key_values=DynamicCache(config=eager.config), **asked).attentions
+    found = eager.generate(ids, past_key_values=MixedKVCache(eager, "full", attach=False), **asked).attentions
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"output_attentions: got True, .* attach=False"):
+        eager.generate(ids, past_key_values=MixedKVCache(eager, "full"), **asked)
+    plain = build("llama")
+    plain.generate(ids, past_key_values=MixedKVCache(plain, "full"), **asked)
+    assert "output_attentions: attention over compressed pages gives no weights" in caplog.text

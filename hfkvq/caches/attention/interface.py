@@ -36,6 +36,7 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.masks import step_mask
 from hfkvq.kernels.step import MAX_STEP, step
 
+from ..base import warn_once
 from ..base.config_switch import NAME
 from ..base.model_config import TOUCHES_KEYS
 from ..base.recorded import is_captured, is_recorded
@@ -334,6 +335,8 @@ def hfkvq_attention(
     if layer is None:
         note_queries(module, query, key.shape[1], bool(arguments.softcap) or sinks is not None)
         return dense_attention(module, query, key, value, arguments, dropout, **kwargs)
+    if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+        _refuse_weights(module)
     # Autocast may cast what is stored, and not what asks for it.
     query = query.to(layer.dtype)
     latents, tiles = layer.latents, key.tiles  # type: ignore[attr-defined]
@@ -375,6 +378,18 @@ def _causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
     """Causality of a call without a mask, as stock sdpa reads it."""
     asked = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if asked is None else asked)
+
+
+def _refuse_weights(module: torch.nn.Module) -> None:
+    """Tells a user who asks for attention weights that pages give none, by an error where the model would give them."""
+    remedy = "with attn_implementation='eager' and a cache made with attach=False, the model's own attention gives them"
+    # Caches note in a switched config what was there before.
+    if getattr(module.config._attn_implementation_internal, "before", None) == "eager":  # type: ignore[union-attr]
+        raise ValueError(
+            f"output_attentions: got True, but attention over compressed pages gives no weights; {remedy}. Call "
+            "reset() before this cache is used again."
+        )
+    warn_once(f"output_attentions: attention over compressed pages gives no weights, as sdpa gives none; {remedy}.")
 
 
 def hfkvq_mask(
