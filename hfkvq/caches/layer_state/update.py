@@ -24,7 +24,7 @@ def as_stored(layer: LayerBase, keys: Tensor, values: Tensor) -> tuple[Tensor, T
     """
     if not torch.is_autocast_enabled(keys.device.type):
         return keys, values
-    if layer.is_initialized and (layer.seen or is_recorded()):
+    if layer.store is not None and (layer.seen or is_recorded()):
         dtype = layer.dtype
     else:
         dtype = keys.dtype if keys.dtype == values.dtype else torch.get_autocast_dtype(keys.device.type)
