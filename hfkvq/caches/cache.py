@@ -229,6 +229,11 @@ class MixedKVCache(Cache):
 
     def _meet(self, model: torch.nn.Module) -> None:
         """Takes note of the model that is called with this cache."""
+        if getattr(getattr(model, "active_peft_config", None), "peft_type", None) == "PREFIX_TUNING":
+            warn_once(
+                "PEFT's prefix tuning puts a DynamicCache of its own in this cache's place, so nothing will be "
+                "compressed. Adapters of other kinds (LoRA) and prompt tuning use this cache."
+            )
         self._model = weakref.ref(model)
         if self.graphs is not None:
             intercept(model)

@@ -206,8 +206,8 @@ def test_attributes_that_libraries_read(model, capacity):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_prefix_tuning():
-    """PEFT asks every cache but DynamicCache for its capacity, and passes on a cache of its own, with the prefix."""
+def test_prefix_tuning(caplog):
+    """PEFT asks every cache but DynamicCache for its capacity, and passes on a cache of its own: the user is told."""
     peft = pytest.importorskip("peft")
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
     tuned, ids = peft.get_peft_model(build("llama"), config).eval(), prompt(2, 20)
@@ -215,9 +215,10 @@ def test_prefix_tuning():
         tuned.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=5, do_sample=False
         )
-        for cache in (DynamicCache(config=tuned.config), MixedKVCache(tuned.base_model, "full"))
+        for cache in (DynamicCache(config=tuned.config), MixedKVCache(tuned, "full"))
     ]
     assert torch.equal(*found)
+    assert "prefix tuning puts a DynamicCache" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
