@@ -321,6 +321,11 @@ class MixedKVCache(Cache):
             )
         if layer_idx == self._first:
             self._check_even()
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                raise ValueError(
+                    "past_key_values: got a forward within torch.func (vmap, grad, jvp, ...), allowed a plain one: "
+                    "a compressed cache writes into its own pages. Pass a batch in place of vmap, or use DynamicCache."
+                )
         if layer_idx == max(self._first, 0):
             self._before_first_layer(key_states)
         try:

@@ -145,3 +145,23 @@ def test_an_update_compiled_for_all_shapes(dynamic):
     torch._dynamo.reset()
     assert all(torch.equal(each, (x + 1) * 2) for each in found)
     assert cache.get_seq_length() == 30
+
+
+@pytest.mark.parametrize("name", ["full", "kitty-pro"])
+def test_transforms_of_functions_are_refused(name):
+    """The cache writes into pages of its own, which vmap and grad cannot follow; a call by its parameters is plain."""
+    model, ids = build("llama"), prompt(3, 40)
+
+    def logits(given, cache):
+        return model(inputs_embeds=given, past_key_values=cache, use_cache=True).logits
+
+    given = model.get_input_embeddings()(ids).detach()
+    for transform in (torch.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())):
+        with pytest.raises(ValueError, match=r"within torch\.func"):
+            transform(lambda x: logits(x.reshape(-1, *given.shape[1:]), MixedKVCache(model, name)))(given)
+    with torch.no_grad():
+        plain = logits(given, MixedKVCache(model, name))
+        found = torch.func.functional_call(
+            model, dict(model.named_parameters()), (ids,), {"past_key_values": MixedKVCache(model, name)}
+        )
+    assert torch.equal(found.logits, plain)
