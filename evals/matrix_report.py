@@ -43,6 +43,8 @@ run some of the families at each change, and all of them on demand.
   MiniCPM3 and Youtu gave what dequantized latents give. Steps of DeepSeek-V2-Lite, Gemma3, gpt-oss and Falcon-H1 were
   timed with their published shapes ([results](results.md#models-of-other-kinds)). Experts are captured in bf16; in
   other dtypes Transformers' code for them asks the host.
+- **Quantized weights** change nothing for a cache: with those of quanto (int8), torchao (int8) and bitsandbytes (8 and
+  4 bits), on a CPU, eight presets lost what they lose with plain weights (`tests/caches/test_quantized_weights.py`).
 """
 
 
