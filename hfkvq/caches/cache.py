@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -321,7 +322,7 @@ class MixedKVCache(Cache):
             )
         if layer_idx == self._first:
             self._check_even()
-            if torch._C._functorch.peek_interpreter_stack() is not None:
+            if _functorch.peek_interpreter_stack() is not None:
                 raise ValueError(
                     "past_key_values: got a forward within torch.func (vmap, grad, jvp, ...), allowed a plain one: "
                     "a compressed cache writes into its own pages. Pass a batch in place of vmap, or use DynamicCache."
