@@ -36,9 +36,9 @@ REAL = 'MODEL = "smollm2"'
 # No name of an earlier notebook is left, and no scheme.
 CLEAN = """
 %reset -f
-from hfkvq.caches.schemes import registry
-for name in [name for name, (scheme, _) in registry._PRESETS.items() if scheme.__module__ == "__main__"]:
-    del registry._PRESETS[name]
+from hfkvq.caches.schemes import base
+for name in [name for name, (scheme, _) in base._PRESETS.items() if scheme.__module__ == "__main__"]:
+    del base._PRESETS[name]
 """
 
 on_every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -294,8 +294,7 @@ def test_without_token_ids_everything_is_int4_and_a_warning_says_so_once(model, 
     cache = make(model.config)
     with caplog.at_level(logging.WARNING, logger="hfkvq"):
         out = generate(model, cache, prompt(1, 40), 30)
-    assert [r.message for r in caplog.records if "not shown any token ids" in r.message] == [caplog.records[0].message]
-    assert len(caplog.records) == 1
+    assert sum("not shown any token ids" in record.message for record in caplog.records) == 1
     assert positions(cache)[0] == []
     assert cache.memory().code_bits == 4
     # The next turn may be shown.

@@ -22,7 +22,7 @@ def as_stored(layer: LayerBase, keys: Tensor, values: Tensor) -> tuple[Tensor, T
     Autocast leaves keys in float32 after RoPE, and not values. An empty layer stores the dtype that both have, or that
     of autocast, in which attention is computed.
     """
-    if not torch.is_autocast_enabled(keys.device.type):
+    if keys.is_meta or not torch.is_autocast_enabled(keys.device.type):
         return keys, values
     if layer.store is not None and (layer.seen or is_recorded()):
         dtype = layer.dtype
