@@ -1,4 +1,4 @@
-"""What TriAxialKV loses on an agent's turns, by the tags that get 2 bits: divergence from `DynamicCache`.
+"""Divergence of TriAxialKV from `DynamicCache` on an agent's turns, by the tags that get 2 bits.
 
     PYTHONPATH=. python evals/agent_turns.py DATA_FOLDER MODEL [--conversations 12] [--tokens 4000] [--json FILE]
 

@@ -180,7 +180,7 @@ def schema(endpoint):
 
 
 def test_every_field_has_a_rule():
-    """And the table in the guide is the rules'."""
+    """Rules cover the fields of the installed packages, and the guide's table is made of them."""
     from hfkvq.serving.fields import ENDPOINTS, FIELDS, table
 
     for at, endpoint in enumerate(ENDPOINTS):
@@ -249,7 +249,7 @@ BAD = [
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_requests_are_refused_at_once(server, stream):
-    """With status 400, the field's name, and words of one line; none ends the server."""
+    """Answers have status 400, the field's name and one line of words; the server goes on."""
     start = time.monotonic()
     for bad in BAD:
         status, answer = post(server, "chat completions", {"messages": QUESTION, "stream": stream} | bad)

@@ -350,7 +350,7 @@ class TriAxialCache(NamedCache):
         seen = self._seen
         layers = self.compressed_layers
         if not layers or (seen and ids.shape[0] != layers[0].batch_size):
-            # There is nothing to give widths to, or more rows than there are, which the layers refuse themselves.
+            # Layers refuse a wrong number of rows themselves, and without layers nothing has widths.
             return
         recording = any(layer.record_past for layer in layers)
         if seen and (ids.shape[1] == 1 or recording):
@@ -373,7 +373,7 @@ class TriAxialCache(NamedCache):
                 "itself, TriAxialCache(model, tokenizer), or call cache.see(input_ids) before the model."
             )
         if self.tokens.expected and not self._seen:
-            # Where no hook shows the forward: beams come as several rows of what was shown.
+            # Beams come as several rows of the ids that were shown, if no hook shows the forward.
             self.tokens.begin(key_states.shape[0])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

@@ -98,7 +98,7 @@ class Pieces:
             own.copy_(there)
 
     def _pairs(self, group: range, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each layer and part, where pieces are in it, and where in the bytes."""
+        """Views of each layer's pieces, part by part, with views of their bytes in ``rows``."""
         for start, part, views in zip(self._starts, self._parts, self._views, strict=True):
             data = rows[:, start : start + _part_bytes(part)].view(_dtype(part))
             there = data.view(len(group), len(part.layers), *part.shape).unbind(1)

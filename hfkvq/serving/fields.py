@@ -219,19 +219,11 @@ def _template(name: str, value: Any) -> None:
             _refuse(f"{name}.{key}", value[key])
 
 
-_TEMPLATE_ARGUMENTS = {
-    *("conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
-    *(
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-    ),
-    *("tokenizer_kwargs", "load_audio_from_video", "messages"),
-}
+_TEMPLATE_ARGUMENTS = set(
+    """conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding
+    truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
+    load_audio_from_video""".split()
+)
 
 _SAMPLING = _rule("a number from 0 to 2", lambda value: _is_number(value) and 0 <= value <= 2)
 _SHARE = _rule("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)

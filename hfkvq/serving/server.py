@@ -207,9 +207,9 @@ class Answers(CBGenerateManager):
 
         def stop() -> None:
             streamer.cancel()
-            # An answer of so many tokens would be one that its length ended.
+            # Otherwise an answer of exactly so many tokens would be told as ended by its length.
             config.max_new_tokens = None
-            # After the text before it.
+            # The text before the stop text is put into the queue first.
             loop.call_soon(finish)
 
         stream = StopStream(streamer._decode_stream, tokenizer, stops, stop)

@@ -135,7 +135,7 @@ class Life:
                 assert_close(got[row], weights @ values[row], 1e-4)
 
 
-# By turns a prompt of pages, one within the sink, and one that just leaves the windows.
+# Prompts, by turns: of whole pages, within the sink, and just longer than the windows.
 @pytest.mark.parametrize(
     ("name", "headwise", "prompt"), [(*each, (133, 3, 133, 40)[at % 4]) for at, each in enumerate(KINDS)]
 )

@@ -119,8 +119,8 @@ def test_arguments_that_are_refused(model, verb, given):
 
 
 READ = {
-    # Of a cache: by Transformers 5.17 to 5.24 (models, generate, masks), PEFT 0.21, kvpress 0.5, TRL 1.16, accelerate
-    # 1.15, optimum 2.3 and lm-eval 0.4 (the last four read none).
+    # Attributes of a cache that were searched for in Transformers 5.17 to 5.24, PEFT 0.21, kvpress 0.5, TRL 1.16,
+    # accelerate 1.15, optimum 2.3 and lm-eval 0.4; the last four read none.
     "batch_repeat_interleave": "transformers",
     "batch_select_indices": "transformers",
     "batch_size": "transformers",
@@ -181,7 +181,7 @@ READ_OF_LAYERS = {
 
 
 def kind(x):
-    """What a reader may do with an attribute: call it, or compute with its type."""
+    """The use of an attribute: a method is called, a tensor or number is computed with."""
     if callable(x):
         return "method"
     return tuple(x.shape) if isinstance(x, torch.Tensor) else type(x)

@@ -230,7 +230,7 @@ def test_where_padding_stands_among_tokens_nothing_is_evicted(caplog):
 
 
 def test_padded_queries_weigh_no_channels(monkeypatch):
-    """Of a row that starts in a later chunk, which the general way evicts from."""
+    """Padding of a row that starts in a later chunk has no part in the weights of its channels."""
     monkeypatch.setattr(driver, "steady", lambda queries: queries)
     one, other, held = row(1, 80), row(2, 45), []
     valid = torch.arange(80) >= torch.tensor([0, 35])[:, None]

@@ -19,7 +19,7 @@ GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def pytest_collection_modifyitems(items):
-    """Of tests that are marked ``interpreted``, drops the interpreter's cases that have none of the values named."""
+    """Cases under the interpreter are dropped where a test's mark ``interpreted`` names none of their values."""
 
     def is_run(item):
         marker, params = item.get_closest_marker("interpreted"), getattr(item, "callspec", None)

@@ -39,13 +39,13 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("gpu", "registers", "shared", "most", "room"),
     [
-        # Registers let in twelve.
+        # Registers allow twelve programs.
         ((9, 0), 168, 16384, 8, 28160),
         ((9, 0), 168, 16384, 12, 0),
-        # Or eight, or shared memory does.
+        # Registers allow eight, or shared memory does.
         ((9, 0), 209, 16384, 8, 0),
         ((9, 0), 168, 28160, 8, 0),
-        # At most what a launch may have without asking.
+        # Shared memory is at most what a launch gets without opting in.
         ((9, 0), 168, 16384, 2, 48 << 10),
         # A GPU of unknown limits.
         ((99, 0), 168, 16384, 8, 0),
@@ -711,7 +711,7 @@ CASE = Case(
 
 
 def test_every_alignment_and_dtype_has_a_variant(triton_backend, prepared):
-    """They take turns; from the second turn on everything is remembered, but under the interpreter."""
+    """Launches of all kinds take turns; from the second turn on each finds its variant, but under the interpreter."""
     for seed, kind in enumerate(KINDS * 3 if triton_backend.type == "cuda" else KINDS[::3]):
         prepared.clear()
         work = Work(triton_backend, *kind, seed)

@@ -146,7 +146,7 @@ def test_without_room_a_row_stays_as_it_is(name, backend):
 
 
 def test_without_pages_a_row_stays_as_it_is(backend):
-    """As under a budget: the last run has a page alone, and the capacity is far."""
+    """A last run of one page that is full, as under a budget: the row takes no more tokens."""
     plan = dataclasses.replace(plan_of("token"), blocks=(1,))
     _, state = make(plan, backend)
     for at in range(18):

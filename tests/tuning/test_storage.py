@@ -47,7 +47,7 @@ def test_ctrl_c_gives_the_trial_back(tmp_path, where):
 
 @pytest.mark.parametrize("torn", ['{"op_code":', '{"op_code": 4, "worker_id": "w"}', "\x00\x00"])
 def test_a_torn_last_line_is_taken_out(tmp_path, caplog, torn):
-    """Of a process that was killed, or a full disk: the search goes on, and the journal can be read."""
+    """A killed process or a full disk tears the line: the search goes on, and the journal can be read."""
     journal = tmp_path / "tuning.log"
     search(trials=3, storage=str(journal))
     whole = journal.read_text()

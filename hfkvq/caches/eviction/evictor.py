@@ -90,7 +90,7 @@ def stored_evidence(
                 own = token_order(store, column_positions(form, store.counters, store.runs, tail, side))
             tokens[side] = gather(store.state, side, own, range(len(store.runs)))[:, 0]
     asks = bool({"attention", "received"} & set(kinds))
-    # Where all queries of a long prompt are asked, some of them at a time.
+    # All queries of a long prompt would take too much memory at once.
     most = max(1, ELEMENTS // (share * where.shape[1])) if "received" in kinds else queries
     at_once = max(1, ELEMENTS // (share * min(queries, most) * where.shape[1])) if asks else rows
     for first in range(0, rows, at_once):

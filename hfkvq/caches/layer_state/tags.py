@@ -70,7 +70,7 @@ class TokenRecord:
         held = [tensor for tensor in (self.ids, self.tags) if tensor is not None]
         for shared in self._shared.values():
             held += shared.tensors()
-            # On the same device they are counted with those above.
+            # Shared codes on the device of the tags are counted with them.
             held += [shared.codes] if self.tags is None or shared.codes.device != self.tags.device else []
         return held
 

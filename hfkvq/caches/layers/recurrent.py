@@ -153,7 +153,7 @@ class StatePlaces:
 
     def tensors(self) -> list[Tensor]:
         """All states, in order."""
-        # At every step, so without `StateSlot`.
+        # `StateSlot`s are left out: every step asks for this list.
         kinds = [held for layer in self.layers for held in (layer.conv_states, layer.recurrent_states)]
         return [x for held in kinds for x in held.values() if x is not None]
 

@@ -23,7 +23,7 @@ from hfkvq.kernels.step import MAX_STEP
 from hfkvq.kernels.windows import most_due
 
 _COLON = re.compile(r":(?=[^:=/\\]*=)")
-"""Before a knob, and not that of a drive (``C:\\mine.json``)."""
+"""The colon before a knob; not a drive's (``C:\\mine.json``)."""
 
 
 def parse_value(text: str) -> Any:

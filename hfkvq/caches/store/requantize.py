@@ -47,7 +47,7 @@ def positions(store: KVStore | StoreState) -> Tensor:
 
 
 def run_columns(store: KVStore | StoreState) -> list[tuple[int, int]]:
-    """First column of each run, and of the tail at last, with the number of columns."""
+    """Columns of each run and then of the tail: the first, and how many."""
     found, at = [], store.format.sink
     for view, (fmt, _) in zip(store.runs, store.format.runs, strict=True):
         size = view.table.shape[1] * fmt.page_size
@@ -131,7 +131,7 @@ EVICT, STAY = -1, -2
 """Targets beside the number of a run."""
 
 LAST = torch.iinfo(torch.int32).max
-"""Behind every position."""
+"""A position behind every other."""
 
 
 class RunChanges(NamedTuple):

@@ -138,7 +138,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
     except Exception as error:
-        # Likewise, files of tokenizers.
+        # Files of tokenizers raise anything, too.
         raise _unloadable(source, "the tokenizer of ", error) from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
