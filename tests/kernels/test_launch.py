@@ -671,7 +671,10 @@ class Work:
     def __init__(self, device, dtype=BF16, shift=0, seed=0):
         self.case, self.store = dataclasses.replace(CASE, dtype=dtype), test_append.store_of(4, 64, 16)
         self.device, self.dtype = device, dtype
-        self.memory = [placed(x, device, shift) for x in self.tensors(seed)]
+        tensors = self.tensors(seed)
+        # Pages are aligned in their pools: kernels read their codes by words.
+        first = len(tensors) - len(self.layer.runs)
+        self.memory = [placed(x, device, shift if at < first else 0) for at, x in enumerate(tensors)]
 
     def tensors(self, seed):
         self.layer = build(self.case, seed)

@@ -7,6 +7,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+from torch.torch_version import TorchVersion
+
 NAME = "hfkvq"
 """Contains none of the words Transformers reads a meaning into ("flash", "sdpa", "flex_attention", "/", "paged|")."""
 
@@ -25,7 +28,14 @@ class _Name(str):
         return (str, (self.before,)) if self.before is not None else (type(None), ())
 
 
-def _name(before: str | None) -> _Name:
+# Dynamo of earlier releases takes a subclass of str for no constant, and compiles no model with one in its config.
+# There a copy keeps `NAME`: it attends as it did, but its pickle can only be read where hfkvq is imported.
+_SUBCLASSES_COMPILE = TorchVersion(torch.__version__) >= "2.13"
+
+
+def _name(before: str | None) -> str:
+    if not _SUBCLASSES_COMPILE:
+        return NAME
     name = _Name(NAME)
     name.before = before
     return name
