@@ -134,43 +134,6 @@ def tau_conversations(folder: Path, count: int) -> list[list[dict]]:
     return found
 
 
-def swe_conversations(folder: Path) -> list[list[dict]]:
-    """Demonstrations of an agent at a command line, with the line ends of its terminal."""
-    found = []
-    for path in sorted((folder / "agent_traces").glob("swe_agent_*.traj")):
-        messages = []
-        for given in json.loads(path.read_text(encoding="utf-8"))["history"]:
-            message = {"role": given["role"], "content": given["content"]}
-            for call in given.get("tool_calls") or ():
-                inner = {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])}
-                message.setdefault("tool_calls", []).append({"type": "function", "function": inner})
-            messages.append(message)
-        found.append(messages)
-    return found
-
-
-def bfcl_conversations(folder: Path) -> list[list[dict]]:
-    """BFCL's memory conversations: users who tell much, one message after another."""
-    found = []
-    for path in sorted((folder / "bfcl" / "memory_prereq_conversation").glob("*.json")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            told = json.loads(line)
-            messages = [{"role": "system", "content": told["topic"]}]
-            for turn in told["question"]:
-                messages += turn
-                messages.append({"role": "assistant", "content": "Noted."})
-            found.append(messages)
-    return found
-
-
-def bfcl_tools(folder: Path) -> list[dict]:
-    """Tool schemas of BFCL's file system."""
-    path = folder / "bfcl" / "multi_turn_func_doc" / "gorilla_file_system.json"
-    return [
-        {"type": "function", "function": json.loads(line)} for line in path.read_text(encoding="utf-8").splitlines()
-    ]
-
-
 def encode(tokenizer, text):
     return tokenizer.encode(text, add_special_tokens=False)
 

@@ -139,7 +139,9 @@ def kinds() -> list[str]:
     return [name for name in for_all_models() if name in cases()]
 
 
-ALIKE = frozenset({"kitty", "best-2.5", "best-2.8", "kvarn-k4v4", "kvarn-k2v2", "kivi-4"})
+ALIKE = frozenset(
+    {"kitty", "best-2.5", "best-2.8", "best-4.3", "kvarn-k4v4", "kvarn-k2v2", "kivi-4", "int4", "saw-int4-kv"}
+)
 """Of `by_layout`, what differs from a sibling in numbers alone: `tests/kernels` has every format."""
 
 
@@ -206,17 +208,6 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     mask = mask.to(logits.device)
     logits = logits + mask if mask.is_floating_point() else logits.masked_fill(~mask.bool(), -torch.inf)
     return (torch.softmax(logits, -1).nan_to_num(0.0) @ values).to(queries.dtype)
-
-
-def with_sums(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Plain attention as flash attention gives it: aligned to the newest, with log-sum-exps (B, Hq, Q), f32."""
-    share = queries.shape[1] // keys.shape[1]
-    keys, values = (x.float().repeat_interleave(share, 1) for x in (keys, values))
-    logits = queries.float() @ keys.mT * scaling
-    if causal:
-        seen = torch.ones_like(logits, dtype=torch.bool).tril(logits.shape[3] - logits.shape[2])
-        logits = logits.masked_fill(~seen, -torch.inf)
-    return (torch.softmax(logits, -1) @ values).to(queries.dtype), torch.logsumexp(logits, -1)
 
 
 def mask_of(layer: KVLayer, valid: Tensor | None, batch: int, tokens: int) -> Tensor | None:

@@ -115,19 +115,6 @@ def test_other_device_than_the_first():
     assert layer.get_seq_length() == 40
 
 
-def test_model_called_with_another_batch_size():
-    """The error reaches the user through generate, and the cache can be reset and used again."""
-    model = build("llama")
-    cache = MixedKVCache(model, small("kitty"))
-    with torch.no_grad():
-        model(prompt(2, 30), past_key_values=cache)
-        memory = str(cache.memory())
-        with pytest.raises(ValueError, match="got batch size 3, but this cache was first used with 2"):
-            model(prompt(3, 1), past_key_values=cache)
-        assert str(cache.memory()) == memory
-        assert [layer.get_seq_length() for layer in cache.layers] == [30, 30]
-
-
 @pytest.mark.parametrize("capacity", [None, 60])
 @pytest.mark.parametrize(
     "given",
@@ -348,26 +335,6 @@ def test_generate_beyond_the_capacity():
 
 
 # Cropping.
-
-
-@pytest.mark.parametrize("name", ["kitty", "triaxial"])
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        (3, r"crop: got 3, allowed 0 or minus the number of tokens to remove from the end, e\.g\. crop\(-3\)"),
-        (-41, r"crop: got -41, but only 40 tokens are cached; nothing was removed"),
-        (torch.tensor(-41), r"crop: got -41, but only 40"),
-    ],
-    ids=["positive", "beyond", "tensor"],
-)
-def test_crop_refusals_lose_nothing(name, tokens, message):
-    layer = filled(small(name))
-    held = [stored(layer, i) for i in range(2)]
-    with pytest.raises(ValueError, match=message):
-        layer.crop(tokens)
-    assert layer.get_seq_length() == 40
-    for i in range(2):
-        assert_same_bits(stored(layer, i), held[i])
 
 
 def test_reading_an_empty_layer():

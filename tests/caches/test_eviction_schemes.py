@@ -27,10 +27,8 @@ from hfkvq.caches.schemes.score_inputs import (
     prompt_evidence,
     token_scores,
 )
-from hfkvq.caches.store import KVStore, Padding
+from hfkvq.caches.store import Padding
 from hfkvq.kernels.arguments import AttentionArguments
-from hfkvq.kernels.decode import LENGTH, RUNS, START
-from tests.caches.driver import small
 
 HEADS, SHARE, TOKENS, DIM = 2, 2, 20, 8
 KVPRESS = json.loads(Path(__file__).with_name("kvpress.json").read_text(encoding="utf-8"))
@@ -231,11 +229,6 @@ class TestEvidence:
         got = evidence_of(scheme, queries, keys, values, lead=lead, mask=mask)
         torch.testing.assert_close(scheme.scores(got), scheme.scores(expected))
 
-    def test_a_mask_for_all_rows(self):
-        scheme = SnapKV(window=4)
-        shown = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
-        torch.testing.assert_close(scheme.scores(evidence_of(scheme, mask=shown)), scheme.scores(evidence_of(scheme)))
-
     def test_softcap_and_sinks(self):
         """As attention has them: logits are capped before the mask, and a sink takes its part."""
         sinks = torch.tensor([0.1, -0.3, 0.7, 0.2])
@@ -259,63 +252,6 @@ class TestEvidence:
     def test_what_was_not_asked_for_is_missing(self):
         with pytest.raises(ValueError, match="evidence: 'keys' is missing"):
             evidence_of(SnapKV()).of("keys")
-
-
-LONG = 60
-
-
-def stored_tokens(name, leads=()):
-    """What a store of pages holds of a prompt, by the choice of SnapKV; the first row's window and budget are full."""
-    held = small(name, **{"local_length" if name == "kivi-2" else "page_size": 8})
-    scheme = get_scheme("snapkv", budget_tokens=40, window=8, pages=held)
-    rows = max(len(leads), 1)
-    given = [noise(7 + i, rows, heads, LONG, DIM) for i, heads in enumerate((HEADS * SHARE, HEADS, HEADS))]
-    padding = Padding(torch.tensor(leads, dtype=torch.int32), frozenset(leads), None) if leads else None
-    choice = choose(scheme, 0, 2, *given, AttentionArguments(DIM**-0.5), padding=padding)
-    store = KVStore(scheme.layout(DIM, DIM), scheme, *given[1:], headwise=True)
-    store.extend(choice.keys, choice.values, choice.padding)
-    store.counters[START] += choice.shorter
-    return scheme, choice, store, given
-
-
-@pytest.mark.parametrize("name", ["full", "kitty", "kivi-2", "saw-int4", "mixkvq-error-only"])
-class TestPrompts:
-    """What stays of a first prompt is as if nothing else had been there, in any pages."""
-
-    def test_each_head_keeps_its_best(self, name):
-        scheme, choice, store, given = stored_tokens(name)
-        scores = scheme.scores(evidence_of(scheme, *given))
-        best = [sorted({*own[:52].topk(32).indices.tolist(), *range(52, 60)}) for own in scores]
-        assert best[0] != best[1]
-        for head, columns in enumerate(best):
-            assert torch.equal(choice.keys[0, head], given[1][0, head, columns])
-            assert torch.equal(choice.values[0, head], given[2][0, head, columns])
-            assert torch.equal(choice.scores[head], scores[head, columns])
-        assert choice.evicted.tolist() == [20]
-        assert store.counters[LENGTH].tolist() == [40] * HEADS
-        assert store.counters[START].tolist() == [20] * HEADS
-        assert store.counters[RUNS].min() >= 8
-        alone = KVStore(store.layout, scheme, *given[1:], headwise=True)
-        alone.extend(choice.keys, choice.values)
-        assert torch.equal(store.dense("keys", LONG)[:, :, 20:], alone.dense("keys", 40))
-
-    def test_padded_rows_are_the_rows_alone(self, name):
-        """One far beyond its budget, one a little, one within it, one that the window alone fills."""
-        leads = [0, 17, 33, 55]
-        scheme, choice, store, given = stored_tokens(name, leads)
-        assert choice.evicted.tolist() == [20, 3, 0, 0]
-        assert choice.rows == {(60, 40), (43, 40), (27, 27), (5, 5)}
-        dense = [store.dense(side, LONG) for side in ("keys", "values")]
-        for i, lead in enumerate(leads):
-            own = [x[i : i + 1, :, lead:] for x in given]
-            alone = choose(scheme, 0, 2, *own, AttentionArguments(DIM**-0.5))
-            count = min(LONG - lead, 40)
-            assert (alone is None) == (count == LONG - lead)
-            single = KVStore(store.layout, scheme, *own[1:], headwise=True)
-            single.extend(*(own[1:] if alone is None else (alone.keys, alone.values)))
-            for side, mine in zip(("keys", "values"), dense, strict=True):
-                assert torch.equal(mine[i : i + 1, :, LONG - count :], single.dense(side, count))
-                assert (mine[i, :, : LONG - count] == 0).all()
 
 
 def test_prompts_within_their_budget_are_left_alone():

@@ -123,18 +123,18 @@ def ours(family, attention, run, scheme=FULL, **kwargs):
 
 # Families whose layers all attend in full, as Llama's do.
 LIKE_LLAMA = ("qwen2", "qwen3", "qwen3-moe", "mistral", "phi3", "glm4")
-# All modes are for these; of other families a few show that their masks are understood.
-KINDS = ("llama", "gemma3", "gpt-oss")
 
 
 @pytest.mark.parametrize(
     ("family", "mode"),
-    [(family, mode) for family in FAMILIES for mode in (MODES if family in KINDS else ("padding", "turns"))],
+    [
+        *(("llama", mode) for mode in MODES),
+        *((family, mode) for family in ("gemma3", "gpt-oss") for mode in ("beams", "assisted", "chunked", "turns")),
+        *((family, "turns" if family in ("deepseek-v3", "doge") else "padding") for family in FAMILIES),
+    ],
 )
 def test_lossless_is_dynamic_cache(family, mode):
     """Attached: attention over pages."""
-    if family == "qwen3-next" and mode in ("assisted", "lookup", "chunked"):
-        pytest.skip("linear attention states are not taken back, nor padded away, in stock Transformers either")
     expected = reference(family, None, MODES[mode])
     assert torch.equal(ours(family, None, MODES[mode]), expected)
 
@@ -142,23 +142,16 @@ def test_lossless_is_dynamic_cache(family, mode):
 @pytest.mark.parametrize(
     ("family", "mode", "attention"),
     [
-        *(("llama", mode, attention) for mode in ("beams", "turns", "lookup") for attention in ("sdpa", "eager")),
-        *((family, "padding", attention) for family in ("gemma3", "deepseek-v3") for attention in ("sdpa", "eager")),
+        *(
+            ("llama", mode, attention)
+            for mode, attention in (("beams", "sdpa"), ("turns", "eager"), ("lookup", "sdpa"))
+        ),
+        *((family, "padding", "sdpa") for family in ("gemma3", "deepseek-v3")),
         ("gpt-oss", "padding", "eager"),
     ],
 )
 def test_lossless_without_attaching(family, mode, attention):
     """Stock sdpa is intercepted; eager gets dequantized tensors."""
-    expected = reference(family, attention, MODES[mode])
-    assert torch.equal(ours(family, attention, MODES[mode]), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("gpt-oss", "gemma2", "qwen3-next")])
-def test_lossless_without_attaching_everywhere(family, mode, attention):
-    """Every family and mode on the stock roads."""
     expected = reference(family, attention, MODES[mode])
     assert torch.equal(ours(family, attention, MODES[mode]), expected)
 
@@ -180,8 +173,10 @@ def test_raw_forwards(family, mask):
 
 
 @pytest.mark.rounding
-@pytest.mark.parametrize("name", kinds())
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [*((name, "sdpa") for name in kinds()), *((name, "eager") for name in ("kitty-pro", "kvarn", "arkv", "triaxial"))],
+)
 def test_lossy_schemes_agree_on_every_road(name, attention):
     """One layer holds the same bits and gives the same logits, fused, intercepted or dequantized; all are finite.
 
@@ -208,38 +203,6 @@ def test_lossy_schemes_agree_on_every_road(name, attention):
     for mine, theirs in zip(same, bits, strict=True):
         assert_same_bits(mine, theirs)
     torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-4)
-
-
-@pytest.mark.parametrize("name", ["kitty-pro", "saw-int4", "mixkvq", "triaxial", "arkv"])
-def test_lossy_schemes_run_in_every_mode(name):
-    # That layers agree is tested with lossless ones.
-    model = build("llama", num_hidden_layers=1)
-    for mode, run in MODES.items():
-        out = run(model, lambda: MixedKVCache(model, small(name)))
-        assert out.shape[1] >= LENGTH + (0 if mode == "turns" else NEW), mode
-    logits = forwards(model, lambda: MixedKVCache(model, small(name)))
-    assert torch.isfinite(logits).all()
-
-
-@pytest.mark.parametrize("name", kinds())
-def test_lossy_schemes_differ_from_lossless(name):
-    """Guards the tests above: a store that forgot to quantize would pass them all."""
-    expected = reference("llama", "sdpa", forwards)
-    scheme = within(small(name))
-    budgets = scheme.evicts
-    differ = (ours("llama", None, forwards, scheme) - expected).abs().max()
-    # A budget that nothing exceeds loses nothing.
-    assert (differ < 2e-4) if name == "full" or budgets else (differ > 1e-2)
-    if budgets:
-        differ = (ours("llama", None, forwards, small(name, budget_tokens=24)) - expected).abs().max()
-        assert differ > 1e-2
-
-
-def test_bfloat16_and_defaults():
-    """The models people run: bf16, the default preset, nothing but the model."""
-    model = build("llama").to(torch.bfloat16)
-    out = _generate(model, MixedKVCache(model), prompt(2, 300), max_new_tokens=8)
-    assert out.shape == (2, 308)
 
 
 # Who else is affected.
@@ -331,13 +294,6 @@ def test_detach_with_tokens_inside():
         got = model(ids[:, 40:], past_key_values=cache).logits
         model(ids[:, :40], past_key_values=whole)
         torch.testing.assert_close(got, model(ids[:, 40:], past_key_values=whole).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_attach_false_leaves_the_config_alone():
-    model = build("llama")
-    before = dict(vars(model.config))
-    MixedKVCache(model, attach=False)
-    assert vars(model.config) == before
 
 
 def test_saving_a_model_is_not_affected(tmp_path):

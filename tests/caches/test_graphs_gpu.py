@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hfkvq import MixedKVCache, get_scheme
@@ -69,7 +70,7 @@ def prompt(rows=2, length=PROMPT, seed=1):
     return torch.randint(1, 512, (rows, length), generator=torch.Generator().manual_seed(seed)).cuda()
 
 
-def steps(model, cache, count, strict=False):
+def steps(model, cache, count, strict=False, forward=None):
     """Greedy tokens after a left-padded prompt; no step from the tenth on may wait for the device if ``strict``."""
     ids = prompt()
     mask = torch.ones_like(ids)
@@ -79,8 +80,12 @@ def steps(model, cache, count, strict=False):
         token = model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1:].argmax(-1)
         try:
             for i in range(count):
-                token = model(input_ids=token, position_ids=place + i, past_key_values=cache).logits[:, -1:].argmax(-1)
-                found.append(token)
+                if forward is not None:
+                    cache.between_steps()
+                own = forward or model
+                token = own(input_ids=token, position_ids=place + i, past_key_values=cache).logits[:, -1:].argmax(-1)
+                # Outputs of a compiled graph are overwritten by its next replay.
+                found.append(token := token.clone())
                 if i == 10:
                     torch.cuda.set_sync_debug_mode("error" if strict else "default")
         finally:
@@ -104,6 +109,33 @@ def compare(model, name, count, made):
 @pytest.mark.parametrize("name", CAPTURED)
 def test_fixed_capacity(model, name, made):
     compare(model, name, 300, made)
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_compiled_steps(model, name):
+    """Of PyTorch's own CUDA graphs: one graph, and the tokens of eager steps."""
+    torch._dynamo.reset()
+    counters.clear()
+    caches = [MixedKVCache(model, scheme_of(name), max_cache_len=PROMPT + 308) for _ in range(2)]
+    scheme = get_scheme(name)
+    strict = not scheme.evicts or scheme.interval is None
+    compiled = torch.compile(model.forward, backend="cudagraphs", fullgraph=True)
+    got = steps(model, caches[0], 300, strict, compiled)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(got, steps(model, caches[1], 300, forward=model.forward))
+
+
+@pytest.mark.parametrize("name", ["kitty-pro", "saw-int4", "arkv"])
+def test_generate_compiles(model, name):
+    """By inductor on its own, prompts in chunks too; rounding differs, so tokens are not compared."""
+    torch._dynamo.reset()
+    cache = MixedKVCache(model, scheme_of(name), max_cache_len=800)
+    for chunk in (None, 256):
+        cache.reset()
+        out = model.generate(
+            prompt(), past_key_values=cache, max_new_tokens=150, do_sample=False, prefill_chunk_size=chunk
+        )
+        assert int(cache.get_seq_length()) == out.shape[1] - 1 == PROMPT + 149
 
 
 @pytest.mark.slow

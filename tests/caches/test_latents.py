@@ -137,19 +137,6 @@ def test_modules_are_as_they_were(given):
     assert not passing()
 
 
-def test_a_detached_cache_goes_on():
-    model, ids = build("deepseek-v3"), prompt(1, 30)
-    logits = []
-    for detaches in (False, True):
-        cache = MixedKVCache(model, FULL)
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-            if detaches:
-                cache.detach()
-            logits.append(model(prompt(1, 1, seed=2), past_key_values=cache).logits)
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
-
-
 def test_other_schemes_are_dequantized_and_say_so(caplog, attended):
     base.warn_once.cache_clear()
     model, ids = build("deepseek-v3"), prompt(1, 40)

@@ -119,66 +119,20 @@ def test_arguments_that_are_refused(model, verb, given):
     ours.integrity_check()
 
 
-READ = {
-    # Attributes of a cache that were searched for in Transformers 5.17 to 5.24, PEFT 0.21, kvpress 0.5, TRL 1.16,
-    # accelerate 1.15, optimum 2.3 and lm-eval 0.4; the last four read none.
-    "batch_repeat_interleave": "transformers",
-    "batch_select_indices": "transformers",
-    "batch_size": "transformers",
-    "crop": "transformers",
-    "early_initialization": "transformers",
-    "get_conv_state": "transformers 5.23",
-    "get_mask_sizes": "transformers",
-    "get_max_cache_shape": "transformers 5.17, peft",
-    "get_max_length": "transformers",
-    "get_query_offset": "transformers",
-    "get_recurrent_state": "transformers 5.23",
-    "get_seq_length": "transformers, peft, kvpress",
-    "has_previous_state": "transformers",
-    "is_compileable": "transformers",
-    "is_croppable": "transformers",
-    "is_dummy": "transformers 5.23",
-    "is_initialized": "transformers",
-    "is_linear": "transformers 5.23",
-    "is_recording_past": "transformers 5.23",
-    "is_sliding": "transformers",
-    "layer_class_to_replicate": "transformers",
-    "layers": "transformers, peft, kvpress",
-    "max_batch_size": "transformers 5.17",
-    "max_cache_len": "peft",
-    "offload": "transformers",
-    "offloading": "transformers",
-    "activate_past_recording": "transformers",
-    "prefetch": "transformers",
-    "reorder_cache": "transformers",
-    "reset": "transformers",
-    "update": "transformers, peft",
-    "update_conv_state": "transformers",
-    "update_indexer": "transformers",
-    "update_recurrent_state": "transformers",
-}
-READ_OF_LAYERS = {
-    "batch_repeat_interleave": "transformers",
-    "batch_select_indices": "transformers",
-    "crop": "transformers",
-    "device": "transformers",
-    "get_mask_sizes": "transformers",
-    "get_max_length": "transformers",
-    "get_seq_length": "transformers",
-    "is_compileable": "transformers",
-    "is_croppable": "transformers",
-    "is_initialized": "transformers",
-    "is_sliding": "transformers",
-    "keys": "transformers, peft, kvpress",
-    "lazy_initialization": "transformers",
-    "offload": "transformers",
-    "prefetch": "transformers",
-    "reorder_cache": "transformers",
-    "reset": "transformers",
-    "supports_early_init": "transformers",
-    "update": "transformers, kvpress",
-    "values": "transformers, peft, kvpress",
-}
+# Attributes of a cache that Transformers 5.17 to 5.24, PEFT 0.21 and kvpress 0.5 read; TRL and lm-eval read none.
+READ = """
+activate_past_recording batch_repeat_interleave batch_select_indices batch_size crop early_initialization
+get_conv_state get_mask_sizes get_max_cache_shape get_max_length get_query_offset get_recurrent_state
+get_seq_length has_previous_state is_compileable is_croppable is_dummy is_initialized is_linear
+is_recording_past is_sliding layer_class_to_replicate layers max_batch_size max_cache_len offload offloading
+prefetch reorder_cache reset update update_conv_state update_indexer update_recurrent_state
+""".split()
+# Attributes of its layers that they read.
+READ_OF_LAYERS = """
+batch_repeat_interleave batch_select_indices crop device get_mask_sizes get_max_length get_seq_length
+is_compileable is_croppable is_initialized is_sliding keys lazy_initialization offload prefetch reorder_cache
+reset supports_early_init update values
+""".split()
 
 
 def kind(x):

@@ -172,18 +172,6 @@ def test_flex_attention_is_given_plain_tensors():
     assert [type(x) for x in cache.update(keys, values, 1)] == [torch.Tensor, torch.Tensor]
 
 
-def test_a_compiled_model_and_a_cache_that_grows():
-    """Its compiler followed the store into what it cannot compile."""
-    model, ids = build("llama", num_hidden_layers=1), prompt(1, 12)
-    forward = torch.compile(model.forward, backend="eager")
-    cache, plain = MixedKVCache(model, "full"), DynamicCache(config=model.config)
-    with torch.no_grad():
-        for new in (ids[:, :11], ids[:, 11:]):
-            expected = model(new, past_key_values=plain).logits
-            torch.testing.assert_close(forward(new, past_key_values=cache).logits, expected)
-    assert cache.get_seq_length() == 12
-
-
 def test_cache_of_another_models_layers():
     """Fewer than the model has: said so, and nothing of the refused tokens stays."""
     model, cache = build("llama", num_hidden_layers=3), MixedKVCache(config("llama", num_hidden_layers=2), "full")

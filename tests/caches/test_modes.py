@@ -12,7 +12,7 @@ from hfkvq import MixedKVCache
 from tests.caches.driver import small
 from tests.caches.models import build, prompt
 
-PRESETS = ("best-3.4", "kvarn-k4v2", "saw-int4", "mixkvq", "arkv")
+PRESETS = ("best-3.4", "saw-int4", "mixkvq", "arkv")
 
 
 @contextlib.contextmanager
@@ -50,12 +50,12 @@ def run(model, cache, mode):
     mask[0, :7] = 0
     with torch.no_grad(), mode():
         out = [model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache).logits]
-        for i in range(40, 57):
+        for i in range(40, 50):
             out.append(model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits)
         cache.reorder_cache(torch.tensor([1, 0], device="cpu"))
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices([0, 2])
-        out.append(model(ids[:, 57:], past_key_values=cache).logits)
+        out.append(model(ids[:, 50:54], past_key_values=cache).logits)
         return torch.cat(out, 1)
 
 
@@ -68,9 +68,10 @@ def test_modes_change_nothing(name, capacity):
     assert {mode for mode, x in logits.items() if not torch.equal(x, logits["none"])} == set()
 
 
-@pytest.mark.parametrize("attach", [True, False])
-@pytest.mark.parametrize("capacity", [None, 160])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("family", "capacity", "attach"),
+    [("llama", None, True), ("llama", None, False), ("gemma3", 160, True), ("deepseek-v3", None, True)],
+)
 def test_autocast_is_that_of_a_dynamic_cache(family, capacity, attach):
     """Keys come in float32 after RoPE, and values as autocast has them."""
     model = build(family)
@@ -81,12 +82,14 @@ def test_autocast_is_that_of_a_dynamic_cache(family, capacity, attach):
     ):
         found.append(run(model, cache, lambda: torch.autocast("cpu", dtype=torch.float16)).float())
     # Without a mask, later tokens of a DynamicCache see padding.
-    real = slice(8, 57)
+    real = slice(8, 50)
     torch.testing.assert_close(found[0][:, real], found[1][:, real], rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, (torch.float32, torch.float16)[i % 2]) for i, name in enumerate(PRESETS)],
+)
 def test_presets_under_autocast(name, dtype):
     """Pages hold what comes; what a preset itself computes is not autocast, so steps are those of plain bfloat16."""
     model = build("llama", num_hidden_layers=1).to(dtype)
@@ -135,10 +138,9 @@ def test_a_forward_compiled_for_all_shapes(capacity):
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dynamic", [True, None, False])
-def test_an_update_compiled_for_all_shapes(dynamic):
+def test_an_update_compiled_for_all_shapes():
     cache = MixedKVCache(build("llama", num_hidden_layers=4), "full")
-    update = torch.compile(lambda x, i: cache.update(x, x + 1, i)[1] * 2, backend="eager", dynamic=dynamic)
+    update = torch.compile(lambda x, i: cache.update(x, x + 1, i)[1] * 2, backend="eager", dynamic=True)
     x = torch.randn(1, 2, 30, 32)
     with torch.no_grad():
         found = [update(x, i) for i in range(4)]

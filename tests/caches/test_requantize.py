@@ -153,18 +153,6 @@ def test_widths_are_the_tables_after_every_turn(model):
     assert cache.memory().code_bits < 3
 
 
-def test_the_oldest_go_and_the_rest_waits_for_a_page(model):
-    """Of 40 tokens that have come to 2 bits 32 move; the other eight do with those of the next turn."""
-    table = {"turn_m1|text|user": 2, "turn_m2|text|user": 2}
-    cache = make(model, table=table)
-    forward(model, cache, torch.tensor([[TURN] + [5] * 39]))
-    assert positions(cache.layers[0]) == [[], list(range(40))]
-    forward(model, cache, torch.tensor([[TURN] + [5] * 7]))
-    assert positions(cache.layers[0]) == [list(range(32)), list(range(32, 48))]
-    forward(model, cache, torch.tensor([[TURN, 5]]))
-    assert positions(cache.layers[0])[0] == list(range(48))
-
-
 # Bytes.
 
 
@@ -293,31 +281,9 @@ def test_attention_is_that_of_the_dequantized_pages():
     assert had[0][2] == 0
 
 
-def test_kernels_follow_the_reference():
-    """A move under Triton's interpreter as in plain torch, and attention to what it made."""
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled in this process, so they cannot be interpreted")
-    from hfkvq.kernels import use_interpreter
-
-    def life():
-        layer, rows, ids, valid = layer_of(SCHEME, 5, [90, 71], 90)
-        ids[:, 80] = TURN
-        outs = [send(layer, rows, ids, valid, at, tokens)[0] for at, tokens in ((0, 80), (80, 9), (89, 1))]
-        return outs[1:], [stored(layer, i) for i in range(2)]
-
-    expected, bits = life()
-    with use_interpreter():
-        got, kernel_bits = life()
-    assert len(bits[0]["0 keys positions"]) >= 16
-    for a, b in zip(got, expected, strict=True):
-        assert_close(a, b)
-    for a, b in zip(kernel_bits, bits, strict=True):
-        assert_same_bits(a, b)
-
-
-@pytest.mark.parametrize("prompts", [(100, 20, 30), (90, 3, 57)])
-def test_a_padded_row_is_the_row_alone(prompts):
+def test_a_padded_row_is_the_row_alone():
     """Bit for bit: neither padding nor other rows change what moves, or its bits."""
+    prompts = (90, 3, 57)
     columns, lengths = sum(prompts), [150, 131, 77]
     layer, rows, ids, valid = layer_of(SCHEME, 9, lengths, columns)
     ids[:, [prompts[0], prompts[0] + prompts[1]]] = TURN
@@ -336,23 +302,6 @@ def test_a_padded_row_is_the_row_alone(prompts):
         assert_same_bits(stored(layer, i), stored(alone, 0))
 
 
-def test_rows_whose_turn_goes_on_keep_every_bit():
-    """Only one row's turn has ended; the other's tokens stay as they are, in run, order and codes."""
-    layer, rows, ids, valid = layer_of(SCHEME, 2, [120, 120], 120)
-    ids[0, 80] = TURN
-    send(layer, rows, ids, valid, 0, 80)
-    send(layer, rows, ids, valid, 80, 2)
-    twin, *_ = layer_of(get_scheme(SCHEME, requantize_on_turn_end=False), 2, [120, 120], 120)
-    send(twin, rows, ids, valid, 0, 80)
-    send(twin, rows, ids, valid, 80, 2)
-    assert positions(layer, 0)[0]
-    assert not positions(layer, 1)[0]
-    assert_same_bits(stored(layer, 1), stored(twin, 1))
-
-
-# Off.
-
-
 # What fails loses nothing.
 
 
@@ -365,31 +314,9 @@ def same(a, b):
         assert_same_bits(mine, theirs)
 
 
-def test_a_refused_prompt_demotes_nothing(model):
-    cache, ids = make(model, max_cache_len=120), torch.cat([turn(100, 0), turn(40, 1)], 1)
-    forward(model, cache, ids[:, :100])
-    before = held(cache)
-    with pytest.raises(ValueError, match=r"max_cache_len: 100 tokens and 40 new ones"):
-        forward(model, cache, ids[:, 100:])
-    with pytest.raises(ValueError, match=r"got batch size 2"):
-        forward(model, cache, turn(10, 1, rows=2))
-    same(held(cache), before)
-    assert cache.get_seq_length() == 100
-    # The turn goes on as if nothing had been asked, and the next one comes.
-    other = make(model, max_cache_len=120)
-    forward(model, other, ids[:, :100])
-    for x in (cache, other):
-        forward(model, x, torch.tensor([[5]]))
-        assert not positions(x.layers[0])[0]
-        forward(model, x, ids[:, 100:112])
-        assert positions(x.layers[0])[0]
-    same(held(cache), held(other))
-
-
 @pytest.mark.parametrize(
     ("broken", "layer", "knobs"),
     [
-        ("write_pages", 0, {}),
         ("write_pages", 1, {"max_cache_len": 200, "page_size": 32}),
         ("as_pages", 1, {}),
         ("_pages_in_order", 0, {"max_cache_len": 200}),
@@ -532,18 +459,6 @@ def test_without_all_ids_nothing_is_renewed(model):
     assert min(expected.narrow) < 10
 
 
-def test_a_turn_of_one_token_may_go_through_the_step_of_a_fixed_cache(model):
-    """Announced by `see`: the step reads the buffer, where the move must have arrived."""
-    ids, outs = torch.cat([turn(100, 0), torch.tensor([[TURN]])], 1), []
-    for knobs in ({}, {"max_cache_len": 128}):
-        cache = make(model, page_size=32, **knobs)
-        forward(model, cache, ids[:, :100])
-        cache.see(ids)
-        outs.append(forward(model, cache, ids[:, 100:]))
-        assert len(positions(cache.layers[0])[0]) == 32
-    assert_close(*outs)
-
-
 @pytest.mark.parametrize("shown", [50, 70])
 def test_tokens_beyond_the_tags_stay(shown):
     """Tags of the first columns only, in a row that began with padding: no other token moves."""
@@ -553,22 +468,6 @@ def test_tokens_beyond_the_tags_stay(shown):
     assert positions(layer, 0)[0] == list(range(shown // PAGE * PAGE))
     assert positions(layer, 1)[0] == list(range((shown - 7) // PAGE * PAGE))
     assert not requantize_by_tags(layer.store, torch.zeros(2, 0, dtype=torch.uint8))
-
-
-def test_other_attention_settles_first(model):
-    """Attention that knows no handles leaves a prompt's tokens to the next: they are sealed by their new age."""
-    model = build("llama", attention="eager")
-    cache, expected = make(model, attach=False), Model()
-    ids = torch.empty(1, 0, dtype=torch.long)
-    for number in range(4):
-        ids = torch.cat([ids, turn(45, number)], 1)
-        forward(model, cache, ids[:, -45:])
-        if number:
-            expected.widths = widths_of(ids)[:-45]
-            expected.seal()
-            expected.demote()
-        expected.check(cache)
-    assert len(expected.narrow) >= 48
 
 
 def test_other_stores_are_refused():

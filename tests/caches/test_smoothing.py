@@ -100,24 +100,6 @@ def test_every_way_to_a_cache(model):
     assert (logits[0] - base).abs().mean() < 0.1 * base.std()
 
 
-def test_chunks_of_a_prompt(model):
-    """The first layer holds the same bits, wherever the vectors are the model's."""
-    ids, held = prompt(1, 60), []
-    for pieces in ((), (25, 20)):
-        cache = MixedKVCache(model, small("saw-int4"))
-        fed(model, cache, ids, *pieces)
-        held.append((vectors(cache), cache.layers[0].dense("keys")))
-    (one, keys), (other, again) = held
-    exact = MixedKVCache(model, "full")
-    fed(model, exact, ids)
-    for each in (keys, again):
-        error = (each - exact.layers[0].dense("keys")).abs()
-        assert error.mean() < 0.3
-    if not by_prompt(cache):
-        assert torch.equal(one, other)
-        assert torch.equal(keys, again)
-
-
 def test_padded_rows_are_as_alone():
     """Of a model that is measured, no row has a say in others' vectors."""
     model, ids, pads = biased(torch.float64), prompt(3, 60), (0, 9, 31)
@@ -128,16 +110,6 @@ def test_padded_rows_are_as_alone():
     for row, pad in enumerate(pads):
         alone = fed(model, MixedKVCache(model, small("saw-int4")), ids[row : row + 1, pad:], 50 - pad, 1)
         torch.testing.assert_close(together[row : row + 1, pad:], alone, rtol=1e-5, atol=1e-5)
-
-
-def test_padding_of_a_first_prompt(model):
-    """By whatever vectors, rows are close to what the stock cache gives."""
-    ids, mask = prompt(2, 90), torch.ones(2, 90, dtype=torch.long)
-    mask[1, :30] = 0
-    found, base = (
-        fed(model, cache, ids, 80, 1, mask=mask) for cache in (MixedKVCache(model, small("saw-int4")), DynamicCache())
-    )
-    assert (found - base)[mask.bool()].abs().mean() < 0.1 * base.std()
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -196,23 +168,6 @@ def test_measured_once(monkeypatch):
     for source, name in ((model, "saw-int4"), (model.config, "int4"), (model.config, "saw-int4")):
         fed(model, MixedKVCache(source, name), prompt(1, 20), 19)
     assert len(calls) == 3 * 2 + 1
-
-
-@pytest.mark.parametrize("name", SCHEMES)
-def test_files(name, model, tmp_path):
-    ids, more = prompt(2, 60), prompt(2, 6, seed=3)
-    cache = MixedKVCache(model, small(name))
-    fed(model, cache, ids, 50)
-    cache.save(tmp_path / "cache")
-    loaded = MixedKVCache.load(tmp_path / "cache", model)
-    assert torch.equal(vectors(loaded), vectors(cache))
-    # The loaded cache has no buffer for steps yet.
-    whole = MixedKVCache(model, small(name))
-    fed(model, whole, ids)
-    assert loaded.memory().total == whole.memory().total <= cache.memory().total
-    loaded.save(tmp_path / "again")
-    assert (tmp_path / "cache").read_bytes() == (tmp_path / "again").read_bytes()
-    assert torch.equal(fed(model, loaded, more, 1, 1), fed(model, cache, more, 1, 1))
 
 
 # Calls that measure.

@@ -37,9 +37,7 @@ IDS = [sample.name for sample in SAMPLES]
 def tokenizer_for(sample_name: str, merging: bool):
     sample = SAMPLES[IDS.index(sample_name)]
     # Only the markers of a template matter to the tagger.
-    template = "".join(TOKENS[sample.family]) + sample.template
-    if sample.family == "falcon3":
-        template = sample.template
+    template = sample.template or "".join(TOKENS[sample.family])
     return byte_tokenizer(sample.family, template, MERGES if merging else ())
 
 
@@ -106,6 +104,9 @@ def test_chunks_give_the_tags_of_the_whole(case):
         assert names(so_far[0]) == names(tagger.tag(seen)[0])
 
 
+# Padding and batches
+
+
 @pytest.mark.parametrize("name", IDS)
 def test_token_by_token_gives_the_tags_of_the_whole(name):
     sample, tagger = SAMPLES[IDS.index(name)], tagger_for(name, True)
@@ -116,9 +117,6 @@ def test_token_by_token_gives_the_tags_of_the_whole(name):
         so_far, state = made.append_to(so_far), made.state
         assert len(state.rows[0].ids) <= 40
     assert torch.equal(so_far, tagger.tag(ids))
-
-
-# Padding and batches
 
 
 def _rows(name="qwen3-five-turns"):
@@ -250,16 +248,14 @@ def test_formats_are_found_by_added_tokens_too(family):
     }.get(family, family)
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_sentencepiece_writes_spaces_of_its_own(everywhere):
+def test_sentencepiece_writes_spaces_of_its_own():
     """Llama 2 and Mistral: markers are text, and pieces begin with a space that nobody wrote."""
     letters = ["▁", *"[/INST]helo"]
     vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
     vocab |= {letter: 257 + i for i, letter in enumerate(dict.fromkeys(letters))}
     vocab |= {"▁[": len(vocab), "IN": len(vocab) + 1}
     core = Tokenizer(models.BPE(vocab, [("▁", "["), ("I", "N")], unk_token="<unk>", byte_fallback=True))
-    spaces = [normalizers.Replace(" ", "▁")]
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if everywhere else spaces)
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     core.add_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", chat_template="[INST]")
     ids = encode(tokenizer, "<s>[INST] hello[/INST] hell</s>[INST]hole[/INST]")

@@ -103,7 +103,7 @@ def test_a_prompt_keeps_the_tokens_of_highest_score(name):
 
 
 @on_every_scheme
-@pytest.mark.parametrize("knobs", [{}, {"trim_every": 1}, {"trim_every": 7, "sink_length": 5}, {"budget_share": 0.5}])
+@pytest.mark.parametrize("knobs", [{"trim_every": 1}, {"trim_every": 7, "sink_length": 5, "budget_share": 0.5}])
 def test_prompts_and_steps_keep_what_scores_say(name, knobs):
     """Turns, chunks, steps of one token and of several: the tokens of a plain simulation, in order."""
     scheme = small(name, **knobs, **({"budget_tokens": None} if "budget_share" in knobs else {}))
@@ -138,7 +138,7 @@ def test_attention_sees_what_stays(name):
 
 # Each scheme growing over pages that lose nothing, and of fixed capacity over others; the rest by turns.
 @pytest.mark.parametrize(
-    ("name", "capacity"), [(name, (None, 110)[at // 2 % 2]) for at, name in enumerate(CASES) if at % 2]
+    ("name", "capacity"), [(name, (None, 110)[at // 4 % 2]) for at, name in enumerate(CASES) if at % 4 == 3]
 )
 def test_generate_with_padding_is_each_row_alone(name, capacity):
     # Several layers, of which some schemes make a difference, need not be tested twice.
@@ -155,7 +155,7 @@ def test_generate_with_padding_is_each_row_alone(name, capacity):
     assert torch.equal(both[1:, 17:], run(ids[1:, 17:]))
 
 
-@pytest.mark.parametrize("name", ["snapkv+kitty-pro", "h2o+mixkvq", "tova+saw-int4", "streaming-llm+kvarn"])
+@pytest.mark.parametrize("name", ["snapkv+kitty-pro", "h2o+mixkvq"])
 def test_beams_chunks_and_turns(name):
     """A saved cache, and a copy, go on as the original does; beams of a padded row are those of the row alone."""
     model, ids, more = build("llama", num_hidden_layers=1), prompt(2, 60), prompt(1, 25, 3)
@@ -181,7 +181,7 @@ def test_beams_chunks_and_turns(name):
             assert_same_bits(stored(a, 0), stored(b, 0))
 
 
-@on_every_case
+@on_every_scheme
 def test_crop_takes_back_the_newest_or_refuses(name):
     scheme, own = CASES[name], row(5, 90)
     layer, plain = make(scheme), make(scheme)
@@ -245,23 +245,6 @@ def test_padded_queries_weigh_no_channels(monkeypatch):
             forward(layer, *join([one[new], padded[new]]), valid[:, : new.stop])
         held.append(stored(layer, 1))
     assert_same_bits(*held)
-
-
-def test_a_prompt_without_memory_is_as_if_it_had_not_come(monkeypatch):
-    layer, fresh, own = make(small("snapkv+kitty-pro")), make(small("snapkv+kitty-pro")), row(7, 60)
-    extend = KVStore.extend
-
-    def fails(*args, **kwargs):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(KVStore, "extend", fails)
-    with pytest.raises(torch.OutOfMemoryError):
-        feed(layer, [own], [60])
-    assert layer.staged_length == layer.get_seq_length() == 60
-    monkeypatch.setattr(KVStore, "extend", extend)
-    layer.settle()
-    feed(fresh, [own], [60])
-    assert_same_bits(stored(layer, 0), stored(fresh, 0))
 
 
 def test_layers_of_several_kinds():

@@ -11,11 +11,10 @@ import pickle
 import pytest
 import torch
 
-from hfkvq import MixedKVCache, Scheme, TriAxialCache, get_scheme, kernels
+from hfkvq import MixedKVCache, Scheme, TriAxialCache, get_scheme
 from hfkvq.caches import BitTable
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.schemes.base import UNTAGGED
-from hfkvq.caches.store import kvstore
 from hfkvq.caches.tags import PAD, TAGS, parse_tag
 from hfkvq.caches.tags.bit_table import Origin, config_hash, template_hash
 from tests.caches.driver import assert_same_bits, stored, tensors_of
@@ -68,9 +67,6 @@ def generate(model, cache, ids, steps, **kwargs):
 def test_layout_is_section_321():
     """INT2 keys per channel over 32 tokens; INT2 values, INT4 keys and values per token over 32 channels."""
     layout = get_scheme("triaxial").layout(128, 128)
-    assert [fmt.spec for fmt in layout.keys.formats] == ["2c32p32", "4t32p32"]
-    assert [fmt.spec for fmt in layout.values.formats] == ["2t32p32", "4t32p32"]
-    assert (layout.sink, layout.keys.local, layout.keys.unit) == (16, 0, 16)
     assert get_scheme("triaxial").limits(128, 128) == (None, None)
     # Bytes of a token and head of 128 channels: a scale and a minimum of 16 bits for 32 elements, twice.
     sizes = []
@@ -138,74 +134,6 @@ def test_int2_tokens_fill_pages_in_order_and_the_rest_gets_int4(model):
     assert all(layer.store.counters[2].tolist() == [32] for layer in cache.layers)
 
 
-def test_a_fixed_capacity_is_split_as_the_prompt_is():
-    """Room for 2 bits is what prompts need, for 4 bits what is left: steps go on to the capacity, prompts to both."""
-    model = build("llama", head_dim=128, max_position_embeddings=2048).bfloat16()
-    fixed, grown = (
-        TriAxialCache(model, tagger=EvenIsObs(), table=TABLE, sink_length=0, **more)
-        for more in ({"max_cache_len": 1000}, {})
-    )
-    first, second = torch.tensor([[2] * 320 + [3] * 160]), torch.tensor([[2] * 320 + [3] * 110])
-    for cache in (fixed, grown):
-        forward(model, cache, first)
-    blocks = [view.table.shape[1] for view in fixed.layers[0].store.runs]
-    assert sum(blocks) <= 1000 // 32 + 3
-    outs = []
-    for ids in (second, *second[:, -90:].split(1, 1)):
-        outs.append([forward(model, cache, ids[:, :]) for cache in (fixed, grown)])
-    for pair in outs:
-        # Rows of other lengths: some CPUs add up in another order, which is one unit in the last place of bf16.
-        torch.testing.assert_close(*pair, rtol=2**-6, atol=2**-6)
-    assert fixed.get_seq_length() == 1000
-    assert positions(fixed) == positions(grown)
-    # Both whole would be 8 and more.
-    assert fixed.memory().total_bits < 4.5
-    with pytest.raises(ValueError, match="1000"):
-        forward(model, fixed, first[:, :1])
-
-
-def test_tokens_of_both_widths_are_close_to_what_was_given(model):
-    """Each column comes back near its own original, 4 bits nearer than 2."""
-    cache, whole = make(model), MixedKVCache(model, "full")
-    ids = prompt(1, 96)
-    for x in (cache, whole):
-        forward(model, x, ids)
-    narrow, wide = positions(cache)
-    assert len(narrow) == 32 + 16 * (len(narrow) // 16 - 2) > 0
-    for side in ("keys", "values"):
-        got, exact = (x.layers[0].dense(side)[0].float() for x in (cache, whole))
-        error = (got - exact).square().mean((0, 2))
-        assert error[wide].mean() < error[narrow].mean() / 5
-        assert error[wide].mean() < 0.02 * exact.square().mean()
-
-
-def test_generated_tokens_get_int4(model):
-    cache, ids = make(model), torch.full((1, 32), 2)
-    out = generate(model, cache, ids, 40, bad_words_ids=[[i] for i in range(1, 128, 2)])
-    assert (out[0, 32:] % 2 == 0).all()
-    narrow, wide = positions(cache)
-    assert narrow == list(range(32))
-    # 39 generated tokens are cached, 32 of them in whole units.
-    assert wide == list(range(32, 64))
-
-
-def test_steps_seal_a_unit_at_a_time(model, monkeypatch):
-    """Between units a step seals nothing. Widths are looked at, and the device asked, for tokens of a prompt only."""
-    widths, tails = [], []
-    by_width, due = kvstore.KVStore._seal_by_width, kernels.due
-    monkeypatch.setattr(kvstore.KVStore, "_seal_by_width", lambda *args: (widths.append(1), by_width(*args))[1])
-    monkeypatch.setattr(kernels, "due", lambda *args: (tails.append(1), due(*args))[1])
-    cache = make(model)
-    ids, layers = prompt(1, 60), len(cache.layers)
-    forward(model, cache, ids[:, :36])
-    done = len(widths)
-    for seen in range(36, 60):
-        # Units of 8; the tail has 4 tokens of the prompt.
-        assert len(widths) == done + layers * (seen >= 40)
-        assert len(tails) == layers * (max(seen - 40, 0) // 8)
-        forward(model, cache, ids[:, seen : seen + 1])
-
-
 # A conversation.
 
 
@@ -246,19 +174,6 @@ def test_a_config_and_see_are_the_model_and_its_hook(model):
     for row in range(2):
         assert_same_bits(stored(shown.layers[1], row), stored(hooked.layers[1], row))
         assert positions(shown, row)[0]
-
-
-def test_crop_that_would_tear_a_page_changes_nothing(model):
-    cache = make(model)
-    forward(model, cache, torch.full((1, 32), 2))
-    held = stored(cache.layers[0], 0)
-    with pytest.raises(NotImplementedError, match=r"crop: cannot remove tokens that are already sealed"):
-        cache.crop(-5)
-    assert cache.get_seq_length() == cache.tokens.length == 32
-    assert_same_bits(stored(cache.layers[0], 0), held)
-    # Whole pages go.
-    cache.crop(-16)
-    assert positions(cache) == [list(range(16)), []]
 
 
 def test_model_is_left_as_it_was(model):

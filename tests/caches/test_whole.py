@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-
 import pytest
 import torch
 
@@ -38,63 +35,6 @@ def test_chunks_at_fixed_capacity_are_judged(name):
         cache.integrity_check()
     assert held[0] == held[1]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
-
-
-MODES = (torch.inference_mode, torch.no_grad)
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "capacity"),
-    [
-        (name, MODES[(at + i) % 2], capacity)
-        for at, name in enumerate(("kitty-pro", "mixkvq", "triaxial", "arkv", "h2o"))
-        for i, capacity in enumerate((None, 160))
-    ],
-)
-def test_each_call_in_another_mode(model, name, first, capacity):
-    modes = itertools.cycle(MODES if first is MODES[0] else MODES[::-1])
-    ids, mask = prompt(2, 60), torch.ones(2, 60, dtype=torch.long)
-    mask[0, :7] = 0
-    cache, plain = (MixedKVCache(model, small(name), max_cache_len=capacity) for _ in range(2))
-    calls = [
-        lambda cache: model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache).logits,
-        lambda cache: model(ids[:, 40:41], attention_mask=mask[:, :41], past_key_values=cache).logits,
-        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
-        *[lambda cache: model(ids[:, 41:42], past_key_values=cache).logits] * 9,
-        lambda cache: model(ids[:, 20:38], past_key_values=cache).logits,
-        lambda cache: cache.crop(-1),
-        lambda cache: model(ids[:, 41:42], past_key_values=cache).logits,
-        lambda cache: cache.batch_repeat_interleave(2),
-        lambda cache: cache.batch_select_indices(torch.tensor([0, 3])),
-        *[lambda cache: model(ids[:, 41:42], past_key_values=cache).logits] * 2,
-        lambda cache: cache.reset(),
-        lambda cache: model(ids[:, :40], past_key_values=cache).logits,
-        lambda cache: model(ids[:, 40:41], past_key_values=cache).logits,
-    ]
-    for call in calls:
-        found = []
-        for each, mode in ((cache, next(modes)), (plain, torch.no_grad)):
-            with mode(), contextlib.suppress(NotImplementedError):
-                found.append(call(each))
-        if found and found[0] is not None:
-            assert torch.equal(*found)
-
-
-def test_the_mask_after_a_crop_into_padding(model):
-    """A row that has no token left is padded again, at a fixed capacity as well."""
-    ids, mask = prompt(2, 30), torch.ones(2, 30, dtype=torch.long)
-    mask[0, :20] = 0
-    logits = []
-    for capacity in (None, 100):
-        cache = MixedKVCache(model, "full", max_cache_len=capacity)
-        with torch.no_grad():
-            model(ids, attention_mask=mask, past_key_values=cache)
-            cache.crop(-15)
-            shown = mask[:, :15]
-            for step, real in ((ids[:, 15:16], [0, 1]), (ids[:, 16:17], [1, 1])):
-                shown = torch.cat([shown, torch.tensor(real)[:, None]], 1)
-                logits.append(model(step, attention_mask=shown, past_key_values=cache).logits[1 - real[0] :])
-    torch.testing.assert_close(logits[:2], logits[2:])
 
 
 def test_a_refused_crop_changes_no_layer(model):
@@ -204,39 +144,6 @@ def test_numbers_beyond_float16():
         with pytest.raises(ValueError, match=r"update: keys are as large as .* stores numbers of up to 65504 only"):
             layer.update(given, given)
         assert layer.seen == 0
-
-
-@pytest.mark.parametrize("capacity", [None, 60])
-def test_arguments_that_make_no_sense(model, capacity):
-    cache = MixedKVCache(model, "kitty", max_cache_len=capacity)
-    with torch.no_grad():
-        model(prompt(2, 20), past_key_values=cache)
-    before = bits(cache)
-    none = torch.empty(0, dtype=torch.long)
-    for call, message in (
-        (lambda: cache.crop(-2.7), r"crop: got -2.7, allowed .* whole number"),
-        (lambda: cache.crop("3"), "crop: got '3'"),
-        (lambda: cache.reorder_cache(none), "reorder_cache: got no rows"),
-        (
-            lambda: cache.reorder_cache(torch.tensor([0, 2])),
-            r"reorder_cache: got torch.int64 \[0, 2\], but the cache holds 2",
-        ),
-        (lambda: cache.reorder_cache(torch.tensor([0.0])), "reorder_cache: got torch.float32"),
-        (lambda: cache.batch_repeat_interleave(0), "batch_repeat_interleave: got 0"),
-        (lambda: cache.batch_select_indices(none), "batch_select_indices: got no rows"),
-        (lambda: cache.batch_select_indices(torch.tensor([False, False])), "batch_select_indices: got no rows"),
-        (lambda: cache.batch_select_indices(torch.tensor([5])), r"batch_select_indices: got torch.int64 \[5\]"),
-        (lambda: make(small("kitty")).update(*torch.empty(2, 0, 2, 4, DIM)), "got a batch of 0 rows"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-    assert all(same(*pair) for pair in zip(bits(cache), before, strict=True))
-    # An empty cache has no rows to reorder, whatever it was used for before.
-    cache.reset()
-    cache.reorder_cache(torch.tensor([0, 1, 2, 3]))
-    with torch.no_grad():
-        model(prompt(4, 20), past_key_values=cache)
-    cache.integrity_check()
 
 
 def _share_open_page(cache):

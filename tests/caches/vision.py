@@ -290,11 +290,3 @@ def prompts(family: str, *conversations: list[dict[str, Any]]) -> dict[str, torc
         processor_kwargs={"padding": True},
     )
     return dict(made)
-
-
-OTHERS = (
-    "aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_vl glm46v glm4v glm4v_moe glm_ocr "
-    "glmga got_ocr2 hunyuan_vl idefics3 lfm3_vl lighton_ocr minimax_m3_vl ovis2 paligemma pp_chart2table qianfan_ocr "
-    "qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl_moe smolvlm step3p7"
-).split()
-"""Families that take pixels as `other_inputs` makes them; those of the rest are of other shapes."""
