@@ -13,7 +13,7 @@ from hfkvq import ARKVCache, MixedKVCache, get_scheme
 from hfkvq.caches.layers.build import group_layers
 from hfkvq.caches.schemes import Arkv
 from hfkvq.caches.schemes.score_inputs import Attention, tier_widths, token_scores
-from hfkvq.caches.store.requantize import EVICT, STAY, positions, requantize_by_tiers
+from hfkvq.caches.store.requantize import positions
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START
 from tests.caches.driver import (
@@ -242,36 +242,6 @@ def test_layers_share_is_relative_to_the_strongest_even_if_it_comes_last():
     assert 0 < len(held_positions(layers[0])[0][8]) < 32
 
 
-def test_requantizing_alone_moves_tokens_and_frees_pages():
-    """Every kind of move at once, on columns chosen by hand; a move to the same place changes no bit."""
-    layer, own = make(arkv(budget_tokens=1000)), row(1, 64)
-    feed(layer, [own], [64])
-    store = layer.store
-    where = positions(store)
-    bits = stored(layer, 0)
-    requantize_by_tiers(store, torch.full(where.shape, STAY, dtype=torch.int8))
-    assert_same_bits(stored(layer, 0), bits)
-    size = store.nbytes().total
-    target = torch.full(positions(store).shape, STAY, dtype=torch.int8)
-    target[:, :8], target[:, 8:24] = 0, EVICT
-    target[1, 24:32] = 0
-    dense = layer.dense("keys")
-    requantize_by_tiers(store, target)
-    assert store.nbytes().total < size
-    assert store.counters[:, 0].tolist() == [16, 48, 8, 8, 24, 24]
-    assert store.counters[:, 1].tolist() == [16, 48, 16, 16, 16, 16]
-    now = layer.dense("keys")
-    assert not now[:, :, 8:24].any()
-    assert torch.equal(now[:, :, 32:], dense[:, :, 32:])
-    assert torch.equal(now[:, 0, 24:32], dense[:, 0, 24:32])
-    error = (now - dense)[:, :, :8].abs()
-    assert 0 < error.max() < dense[:, :, :8].abs().max() / 16
-    whole = moved = stored(layer, 0)
-    requantize_by_tiers(store, torch.full(positions(store).shape, STAY, dtype=torch.int8))
-    moved = stored(layer, 0)
-    assert_same_bits(moved, whole)
-
-
 def test_tokens_leave_the_tail_in_order_however_long_it_is():
     """It is a ring, and longer where room is set aside for steps."""
     found = []
@@ -393,24 +363,6 @@ def test_evicted_tokens_are_never_shown_as_zeros():
     keys, _ = cache.update(*(torch.randn(1, HEADS, 1, DIM) for _ in range(2)), 0)
     with pytest.raises(RuntimeError, match=r"arkv: tokens have been evicted.*attach=True"):
         keys @ torch.randn(DIM, 1)
-
-
-def test_kernels_follow_the_reference():
-    """Negative positions, two tiers, a prompt after a trim: under the interpreter as in plain torch."""
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled in this process, so they cannot be interpreted")
-    from hfkvq.kernels import use_interpreter
-
-    rows, chunks, pads = [row(1, 120), row(2, 120)], [60, 1, 1, 20, 1], [0, 6]
-    layers = [make(arkv(page_size=32)) for _ in range(2)]
-    expected = feed(layers[0], rows, chunks, pads)
-    with use_interpreter():
-        got = feed(layers[1], rows, chunks, pads)
-        dense = layers[1].dense("keys")
-    assert_close(dense, layers[0].dense("keys"))
-    for i in range(2):
-        assert_same_bits(stored(layers[1], i), stored(layers[0], i))
-        assert_close(got[i], expected[i])
 
 
 @pytest.mark.parametrize("name", ["arkv", "kitty"])

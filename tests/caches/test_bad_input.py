@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from transformers import MambaConfig
 
 from hfkvq import KittyCache, MixedKVCache, SawInt4Cache, get_scheme
-from hfkvq.caches.store import kvstore
 from tests.caches.driver import (
     DIM,
     HEADS,
@@ -209,45 +207,6 @@ def test_debug_in_a_model():
         with pytest.raises(ValueError, match="update: keys or values hold NaN"):
             model(prompt(1, 1), past_key_values=cache)
     assert [layer.get_seq_length() for layer in cache.layers] == [30, 30]
-
-
-def test_refusals_leave_no_stock_layer_ahead():
-    """Sliding layers stand before the first compressed one in Gemma3."""
-    model = build("gemma3")
-    for cache, break_model in (
-        (MixedKVCache(model, small("full"), max_cache_len=12), False),
-        (MixedKVCache(model, small("full"), debug=True), True),
-    ):
-        with torch.no_grad():
-            model(prompt(1, 10), past_key_values=cache)
-            expected = copy.deepcopy(cache)
-            if break_model:
-                last = cache.layers.index(cache.compressed_layers[-1])
-                weight = model.model.layers[last].self_attn.v_proj.weight
-                saved, weight[0, 0] = weight[0, 0].clone(), float("nan")
-            with pytest.raises(ValueError, match=r"max_cache_len|NaN"):
-                model(prompt(1, 3), past_key_values=cache)
-            if break_model:
-                weight[0, 0] = saved
-            assert {layer.get_seq_length() for layer in cache.layers} == {10}
-            again = model(prompt(1, 2), past_key_values=cache).logits
-            assert torch.equal(again, model(prompt(1, 2), past_key_values=expected).logits)
-
-
-def test_tokens_survive_a_seal_that_runs_out_of_memory(monkeypatch):
-    """What was staged is still there, and the next forward goes on as if nothing had happened."""
-    model = build("llama")
-    cache, other = (MixedKVCache(model, small("full")) for _ in range(2))
-    grow = kvstore.grow
-    with torch.no_grad():
-        monkeypatch.setattr(kvstore, "grow", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError("none left")))
-        with pytest.raises(torch.OutOfMemoryError):
-            model(prompt(1, 30), past_key_values=cache)
-        monkeypatch.setattr(kvstore, "grow", grow)
-        layer = cache.layers[0]
-        assert layer.staged_length == layer.get_seq_length() == 30
-        model(prompt(1, 30), past_key_values=other)
-        assert torch.equal(layer.dense("keys"), other.layers[0].dense("keys"))
 
 
 # Shapes that a scheme cannot hold.

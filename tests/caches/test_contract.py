@@ -582,24 +582,6 @@ def test_crop_keeps_what_dense_showed(scheme, tokens):
         assert_dense_agrees(layer, first[0], valid[:, None, None, : left + steps])
 
 
-def test_crop_of_lossless_pages_is_as_if_never_fed():
-    scheme = small("full", page_size=8)
-    for tokens in range(1, 61, 7):
-        rows, pads = [row(1, 90), row(2, 90)], [0, 9]
-        layer, never = make(scheme), make(scheme)
-        feed(layer, rows, [53] + [1] * 8, pads)
-        layer.crop(-tokens)
-        feed(never, rows, [61 - tokens], pads)
-        for i in range(2):
-            assert_same_bits(stored(layer, i), stored(never, i))
-        if tokens < 45:
-            feed_on = [x[61 - tokens - pad :] for x, pad in zip(rows, pads, strict=True)]
-            for x in (layer, never):
-                _continue(x, feed_on, pads, CROSSING, 61 - tokens)
-            for i in range(2):
-                assert_same_bits(stored(layer, i), stored(never, i))
-
-
 @on_every_case_of_families
 def test_crop_then_a_row_that_had_not_started(scheme):
     """Cropping back into one row's padding: it starts again where its first token comes."""

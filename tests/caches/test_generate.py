@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, FalconConfig, LlamaConfig, StaticCache
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.caches.layers import KVLayer, RecurrentLayer
 from tests.caches.driver import assert_same_bits, kinds, small, stored, within
 from tests.caches.models import FAMILIES, build, prompt
 
@@ -312,28 +311,6 @@ def test_saving_a_model_is_not_affected(tmp_path):
     assert torch.equal(_generate(loaded, None), _generate(plain, None))
     assert "hfkvq" not in json.dumps(attached.config.to_dict(), default=str)
     assert "hfkvq" not in json.dumps(attached.config.to_diff_dict(), default=str)
-
-
-@pytest.mark.parametrize(
-    ("family", "compressed"),
-    [
-        ("llama", [True, True]),
-        ("mistral-sliding", [True, True]),
-        ("gemma3", [True, True, True]),
-        ("qwen3-next", [False, True]),
-        ("deepseek-v3", [True, True]),
-    ],
-)
-def test_attention_is_compressed(family, compressed):
-    """Over all tokens or a window; linear layers are of a kind of what DynamicCache makes them."""
-    model = build(family)
-    cache, stock = MixedKVCache(model), DynamicCache(config=model.config)
-    assert [isinstance(layer, KVLayer) for layer in cache.layers] == compressed
-    assert cache.is_sliding == stock.is_sliding
-    for ours_, theirs in zip(cache.layers, stock.layers, strict=True):
-        if not isinstance(ours_, KVLayer):
-            assert type(ours_).__mro__[isinstance(ours_, RecurrentLayer)] is type(theirs)
-    assert len(cache.compressed_layers) == sum(compressed)
 
 
 def test_models_with_nothing_to_compress_warn(caplog):

@@ -77,19 +77,6 @@ def test_attention_beside_states_is_compressed(family):
     assert all(share.quantized > 0.3 for share in cache.memory().tokens)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
-def test_states_are_those_of_the_stock_cache_after_each_step(family, taped):  # noqa: F811
-    """Bit for bit: no attention of ours comes before them."""
-    model, ids, tokens = model_of(family), prompt(2, 20) % 100, prompt(2, 20, 3) % 100
-    caches = MixedKVCache(model, small("kitty-pro")), DynamicCache(config=model.config)
-    for i in range(-1, tokens.shape[1]):
-        with torch.no_grad():
-            for cache in caches:
-                model(ids if i < 0 else tokens[:, i : i + 1], past_key_values=cache)
-        assert_same_states(*caches)
-    assert taped.made == 1
-
-
 @pytest.mark.rounding
 @pytest.mark.parametrize(("family", "scheme"), [("falcon_h1", "kitty-pro"), ("zamba2", "saw-int4")])
 def test_presets_give_what_dequantized_pages_give(family, scheme):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -242,27 +240,6 @@ def test_none_always_means_bottom_right():
 # What schemes see of the queries.
 
 
-@pytest.mark.parametrize(
-    ("chunks", "pads"), [([44], [13, 0]), ([20, 12, 12], [17, 22]), ([5, 5, 5, 16, 13], [0, 9])], ids=str
-)
-def test_padded_queries_do_not_pollute_statistics(chunks, pads):
-    """A row ranks its channels as it does alone, whatever the padding and whenever its batch mates seal."""
-    scheme = small("kitty", score="qk_abs")
-    scale = torch.linspace(-2, 2, DIM).exp()
-    rows = [row(i + 1, 80) for i in range(2)]
-    rows = [type(x)(x.queries * scale, x.keys, x.values) for x in rows]
-    layer = make(scheme)
-    feed(layer, rows, [*chunks, *[1] * 30], pads)
-    for i, pad in enumerate(pads):
-        alone = make(scheme)
-        left, own = pad, []
-        for chunk in chunks:
-            own.append(max(chunk - left, 0))
-            left = max(left - chunk, 0)
-        feed(alone, [rows[i]], [*(c for c in own if c), *[1] * 30])
-        assert_same_bits(stored(layer, i), stored(alone, 0))
-
-
 def test_statistics_follow_their_rows():
     """Reorder and select between two seals."""
     scheme = small("kitty", score="qk_abs")
@@ -467,21 +444,6 @@ def test_handles_are_of_their_layer():
         assert keys.hfkvq_layer is values.hfkvq_layer is layer
         assert same(keys, layer.dense("keys"))
         assert same(values, layer.dense("values"))
-
-
-def test_a_cache_is_freed_with_its_last_name():
-    """Handles keep their layer, and what keeps handles must not be kept by it."""
-    cache = cache_of()
-    fill_layers(cache)
-    layers = [weakref.ref(layer) for layer in cache.layers]
-    stores = [weakref.ref(layer.store) for layer in cache.layers]
-    gc.collect()
-    gc.disable()
-    try:
-        del cache
-        assert [x() for x in (*layers, *stores)] == [None] * 6
-    finally:
-        gc.enable()
 
 
 def test_attention_is_told_of_one_layer_only():

@@ -46,26 +46,6 @@ def flat(x):
 # Equations.
 
 
-def test_importance_is_the_mean_magnitude_of_queries(monkeypatch):
-    """Eq. (6), over all queries since the last seal and the query heads that share the keys."""
-    given = []
-
-    def spy(self, keys, q_abs):
-        given.append(q_abs)
-
-    monkeypatch.setattr(MixKVQ, "channel_bits", spy)
-    # Without a rule for the kernel, sealing asks `channel_bits`.
-    monkeypatch.setattr(MixKVQ, "step_rule", lambda self, head_dim: None)
-    layer = make(MixKVQ(page_size=8, group_size=8, sink_length=0))
-    queries = torch.zeros(1, 2, 8, 16)
-    # Channel 0: 1 and -3 in turn in head 0, 4 in head 1: (2 + 4) / 2. Channel 1: a single 8 among 16.
-    queries[0, 0, ::2, 0], queries[0, 0, 1::2, 0], queries[0, 1, :, 0] = 1, -3, 4
-    queries[0, 1, 5, 1] = -8
-    feed_as_is(layer, [Row(queries[0], torch.zeros(1, 8, 16), torch.zeros(1, 8, 16))], [8])
-    assert given[0].shape == (1, 1, 16)
-    assert flat(given[0][:, :, None])[:3] == [3.0, 0.5, 0.0]
-
-
 @pytest.mark.parametrize("chunks", [[16, 3, 1], [3, 15, 1, 1]])
 def test_queries_of_what_waits_stay_counted(monkeypatch, chunks):
     """A page is judged by the queries of its own R tokens, also where a prompt brought some of them."""

@@ -6,7 +6,6 @@ On the CPU they lie in memory of their own as well; all but the pinning is what 
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -107,27 +106,12 @@ def test_rows_and_lengths_change(length, change, captured):  # noqa: F811
     assert_alike(*caches, rows=rows)
 
 
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
-    "torch.save": lambda cache: torch.load(_written(cache), weights_only=False),
-}
-
-
-def _written(cache):
-    file = io.BytesIO()
-    torch.save(cache, file)
-    file.seek(0)
-    return file
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_have_pages_of_their_own(how):
+def test_copies_have_pages_of_their_own():
     model, caches = build("llama"), both(build("llama"), "kitty-pro")
     with torch.no_grad():
         for cache in caches:
             model(prompt(2, 70), past_key_values=cache)
-        copies = [COPIES[how](cache) for cache in caches]
+        copies = [copy.deepcopy(caches[0]), pickle.loads(pickle.dumps(caches[1]))]
         for cache in copies:
             model(prompt(2, 30, seed=3), past_key_values=cache)
     assert_alike(*caches, rows=2)

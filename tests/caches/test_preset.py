@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from hfkvq import KittyCache, MixedKVCache, get_scheme
 from hfkvq.caches import Preset, get_preset
@@ -112,22 +110,6 @@ def test_a_cache_whose_layers_differ_by_depth(fixed, shares, own):
 def test_wrong_layers(layers, message):
     with pytest.raises(ValueError, match=message):
         MixedKVCache(config("llama"), "kitty", layers=layers)
-
-
-def test_layers_hold_what_they_were_told():
-    """Layer by layer the bytes, and all that is not compressed is what the stock cache holds."""
-    model = build("llama", num_hidden_layers=3)
-    cache = KittyCache(model, **SMALL, layers={"0": "full", "2": {"boost_ratio": 0.0}})
-    stock = DynamicCache()
-    ids = prompt(2, 60)
-    model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
-    model.generate(ids, past_key_values=stock, max_new_tokens=4, do_sample=False)
-    keys = cache.layers[0].store.dense("keys", 63)
-    assert torch.equal(keys[:, :, :60], stock.layers[0].keys[:, :, :60])
-    codes = [layer.store.nbytes().codes for layer in cache.compressed_layers]
-    assert codes[0] > codes[1] > codes[2] > 0
-    assert "0: Full" in repr(cache)
-    assert "2: Kitty" in repr(copy.deepcopy(cache))
 
 
 def test_a_file_is_a_name(tmp_path):

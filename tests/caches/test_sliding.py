@@ -86,27 +86,6 @@ COMPRESSED = {
 }
 
 
-@pytest.mark.rounding
-@pytest.mark.parametrize(("name", "length"), [*((name, None) for name in COMPRESSED), ("kitty", 300), ("kvarn", 300)])
-def test_captured_steps_are_those_that_dequantize(name, length, captured):  # noqa: F811
-    """Of one layer: what a deeper one seals has the last bits of the attention before it, which differ by road."""
-    changes = {"sliding_window": 64, "num_hidden_layers": 1}
-    model, ids, scheme = build("mistral-sliding", **changes), prompt(2, 290), COMPRESSED[name]
-    found = []
-    for options in ({}, {"graphs": False}, {"graphs": False, "attach": False}):
-        if options:
-            model = build("mistral-sliding", attention="eager" if "attach" in options else None, **changes)
-        cache = MixedKVCache(model, scheme, max_cache_len=length, **options)
-        assert [layer.scheme for layer in cache.compressed_layers] == [scheme]
-        found.append(logits_of(model, cache, [170, *[1] * 10, 30, 1], ids))
-        cache.integrity_check()
-        assert cache.layers[0].store.layout.sink == 0
-    assert PythonGraph.made
-    torch.testing.assert_close(found[0], found[1], rtol=2e-4, atol=2e-4)
-    if not scheme.needs:
-        torch.testing.assert_close(found[0], found[2], rtol=2e-4, atol=2e-4)
-
-
 def test_a_long_prompt_is_what_its_end_is():
     """Only the pages that some later query sees are sealed: those that a prompt of chunks has, too."""
     model, ids = build("mistral-sliding", sliding_window=64, num_hidden_layers=1), prompt(2, 330)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -213,19 +212,6 @@ def test_operations_after_compiled_steps(stale):
         go_on(case, {"repeat": 4, "select": 1}.get(operation, 2))
 
 
-def test_copies_have_buffers_of_their_own(stale):
-    # Two layers share a clock, which is copied once.
-    case = stale("arkv", layers=2)
-    twin, grown = pickle.loads(pickle.dumps(case.cache)), copy.deepcopy(case.grown)
-    assert {layer.buffer.tensor.data_ptr() for layer in twin.layers}.isdisjoint(
-        x.buffer.tensor.data_ptr() for x in case.cache.layers
-    )
-    assert len({layer.steps.sync for layer in twin.layers}) == 1
-    go_on(case)
-    case.cache, case.grown = twin, grown
-    go_on(case)
-
-
 # What cannot be compiled.
 
 
@@ -293,26 +279,6 @@ def test_families_compile(family):
 # What reviewers found.
 
 
-def test_padding_within_rows_needs_masks():
-    """A second turn that is padded on the left: its padding is stored, so every step after it is given a mask."""
-    model, ids = build("llama"), prompt(2, 55)
-    mask = torch.ones_like(ids)
-    mask[1, 30:40] = 0
-    cache, other = MixedKVCache(model, FULL, max_cache_len=200, graphs=False), DynamicCache(config=model.config)
-    with torch.no_grad():
-        for span in (slice(0, 30), slice(30, 50), *(slice(i, i + 1) for i in range(50, 55))):
-            seen = mask[:, : span.stop]
-            place = (seen.cumsum(1) - 1)[:, span]
-            a, b = (
-                model(ids[:, span], attention_mask=seen, position_ids=place, past_key_values=c).logits[:, -1]
-                for c in (cache, other)
-            )
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert not cache.is_compileable
-    cache.reset()
-    assert cache.is_compileable
-
-
 def test_generate_with_padding_within_rows():
     """`generate` decides on compilation before the prompt tells of padding, and makes no masks then."""
     model, ids = build("llama", num_hidden_layers=1), prompt(2, 40)
@@ -323,7 +289,7 @@ def test_generate_with_padding_within_rows():
             ids,
             attention_mask=mask,
             past_key_values=MixedKVCache(model, SCHEMES["arkv"], max_cache_len=160, graphs=False),
-            max_new_tokens=60,
+            max_new_tokens=20,
             do_sample=False,
             **how,
         )

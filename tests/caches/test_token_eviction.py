@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 
@@ -153,32 +150,6 @@ def test_generate_with_padding_is_each_row_alone(name, capacity):
     both = run(ids, attention_mask=mask)
     assert torch.equal(both[:1], run(ids[:1]))
     assert torch.equal(both[1:, 17:], run(ids[1:, 17:]))
-
-
-@pytest.mark.parametrize("name", ["snapkv+kitty-pro", "h2o+mixkvq"])
-def test_beams_chunks_and_turns(name):
-    """A saved cache, and a copy, go on as the original does; beams of a padded row are those of the row alone."""
-    model, ids, more = build("llama", num_hidden_layers=1), prompt(2, 60), prompt(1, 25, 3)
-    # What is generated would be taken for padding in the next turn.
-    model.generation_config.suppress_tokens = [model.generation_config.pad_token_id]
-    mask = torch.ones_like(ids)
-    mask[1:, :17] = 0
-
-    def cache():
-        return MixedKVCache(model, CASES[name], graphs=False)
-
-    both = _generate(model, cache(), ids, attention_mask=mask, num_beams=3)
-    assert torch.equal(both[1:, 17:], _generate(model, cache(), ids[1:, 17:], num_beams=3))
-    used = cache()
-    first = _generate(model, used, ids[:1], prefill_chunk_size=25)
-    later = torch.cat([first, more], 1)
-    others = [copy.deepcopy(used), pickle.loads(pickle.dumps(used))]
-    second = _generate(model, used, later)
-    assert used.layers[0].store.counters[LENGTH].max() < 70
-    for other in others:
-        assert torch.equal(_generate(model, other, later), second)
-        for a, b in zip(other.layers, used.layers, strict=True):
-            assert_same_bits(stored(a, 0), stored(b, 0))
 
 
 @on_every_scheme

@@ -7,7 +7,6 @@ import torch
 
 from hfkvq import MixedKVCache
 from hfkvq.kernels import hadamard, use_interpreter
-from hfkvq.kernels.step import ops
 from tests.caches.driver import DIM, HEADS, forward, make, small
 from tests.caches.models import build, prompt
 from tests.caches.test_faults import bits, filled, same
@@ -46,56 +45,6 @@ def test_a_refused_crop_changes_no_layer(model):
         cache.crop(-60)
     assert [layer.seen for layer in cache.layers] == [150, 150]
     assert all(same(*pair) for pair in zip(bits(cache), before, strict=True))
-
-
-@pytest.mark.parametrize("layer", [0, 1, 2])
-def test_interrupted_with_stock_layers(layer):
-    """Layers that Transformers makes are as far as the others, or are taken back with them."""
-    model = build("gemma3")
-    cache = MixedKVCache(model, small("kitty"))
-    ids = prompt(1, 14)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with torch.no_grad():
-        model(ids[:, :10], past_key_values=cache)
-        handle = model.model.layers[layer].mlp.register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            model(ids[:, 10:13], past_key_values=cache)
-        handle.remove()
-        if layer < 2:
-            with pytest.raises(RuntimeError, match="a forward was interrupted"):
-                model(ids[:, 10:13], past_key_values=cache)
-            cache.level()
-        assert {each.get_seq_length() for each in cache.layers} == {10 if layer < 2 else 13}
-        if layer < 2:
-            model(ids[:, 10:13], past_key_values=cache)
-        got = model(ids[:, 13:], past_key_values=cache).logits
-        expected = model(ids, past_key_values=MixedKVCache(model, "full")).logits[:, -1:]
-    torch.testing.assert_close(got, expected, rtol=0.3, atol=0.3)
-
-
-def test_a_step_that_fails_behind_a_launch(model, monkeypatch):
-    """The device says whether the token has come."""
-    cache = filled(model, "kitty-pro", None)
-    seen = cache.get_seq_length()
-
-    def fails(*_):
-        raise torch.OutOfMemoryError("none left")
-
-    with torch.no_grad():
-        monkeypatch.setattr(ops, "store_attention", fails)
-        with pytest.raises(torch.OutOfMemoryError):
-            model(prompt(3, 1), past_key_values=cache)
-        monkeypatch.undo()
-        assert [layer.seen for layer in cache.layers] == [seen + 1, seen]
-        assert cache.layers[0].store.longest == cache.layers[1].store.longest + 1
-        cache.level()
-        cache.integrity_check()
-        model(prompt(3, 1), past_key_values=cache)
-    cache.integrity_check()
-    assert cache.get_seq_length() == seen + 1
 
 
 @pytest.mark.parametrize("name", ["arkv", "snapkv", "h2o", "kitty"])
