@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import threading
 from typing import Any
@@ -259,6 +260,21 @@ def test_files_that_say_something_else(model, store):
 
 
 # The bound, and what fails.
+
+
+def test_pages_of_another_layout(model, tmp_path):
+    """Their checksums are right."""
+    store, ids = PrefixStore(tmp_path, model, PLAIN), prompt(1, 100)
+    store.put(filled_with(model, ids), ids)
+    ends, pages = the(store)
+    page = sorted(pages, key=lambda path: int(path.name.split("-")[0]))[2]
+    about, tensors = cache_file.read(page)
+    cache_file.write(page, {"layout": json.dumps(json.loads(about["layout"])[1:])}, tensors)
+    loaded, known = store.match(torch.cat([ids, ids], 1))
+    assert known in (0, 32)
+    assert loaded.get_seq_length() == known
+    assert not ends[0].exists()
+    assert store.match(torch.cat([ids, ids], 1)).tokens == known
 
 
 def test_the_least_recently_used_go_first(model, tmp_path):
