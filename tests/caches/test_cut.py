@@ -109,7 +109,8 @@ def test_it_leaves_what_the_general_way_leaves(name, rows, monkeypatch):
             if chunks == [90]:
                 assert a.evicted
                 assert a.store.state.settled == 90 - a.scheme.window
-                assert_close(a.eviction.strength, b.eviction.strength)
+                if KNOBS[name].get("score") != "recency":
+                    assert_close(a.eviction.strength, b.eviction.strength)
                 assert a.store.nbytes().total <= b.store.nbytes().total
             else:
                 assert a.store.states == b.store.states
