@@ -17,7 +17,6 @@ import torch
 from hfkvq import Scheme, get_scheme
 from hfkvq.caches.eviction.evictor import choose
 from hfkvq.caches.schemes import H2O, TOVA, ExpectedAttention, PyramidKV, SnapKV, StreamingLLM
-from hfkvq.caches.schemes import score_inputs as evidence_module
 from hfkvq.caches.schemes.base import Limits
 from hfkvq.caches.schemes.eviction import EvictionScheme
 from hfkvq.caches.schemes.score_inputs import (
@@ -123,12 +122,6 @@ class TestKvpress:
         scores = (expected.mean(1) + 0.01) * VALUES[0].norm(dim=-1)
         assert_numbers(scores[:, 2:], "expected of given statistics")
 
-    def test_expected_attention_without_rotation(self):
-        """Where positions turn nothing, the scheme as a whole is kvpress's."""
-        scheme = ExpectedAttention(recent=64, sink_length=2, epsilon=0.01)
-        scores = scheme.scores(evidence_of(scheme, PLAIN))
-        assert_numbers(scores[:, 2:], "expected without rotation")
-
     @pytest.mark.parametrize(
         ("share", "kept"),
         [(0.5, [0, 1, 2, 3, *range(14, 20)]), (0.7, [0, 1, 2, 3, *range(10, 20)])],
@@ -157,16 +150,6 @@ class TestBudgets:
         # What always stays does.
         assert SnapKV(budget_share=0.25, window=16).budget(given, 1, 2).tolist() == [16, 25, 750]
 
-    def test_a_pyramid_for_rows_of_many_lengths(self):
-        scheme = PyramidKV(budget_tokens=100, window=4)
-        lengths = torch.tensor([3, 90, 100, 101, 120, 400])
-        rows = torch.stack([scheme.budget(lengths, i, 6) for i in range(6)])
-        alone = [[int(scheme.budget(x, i, 6)) for x in lengths] for i in range(6)]
-        assert rows.tolist() == alone
-        assert (rows[:, :3] == 100).all()
-        assert (rows.diff(dim=0) <= 0).all()
-        assert scheme.budget(lengths, 0, 1).tolist()[-1] >= 100
-
     def test_when_a_step_is_trimmed(self):
         """A row may have so many tokens more than its budget; the next trim is as far away as it is below that."""
         given, held = torch.tensor([300, 300, 40]), torch.tensor([50, 57, 40])
@@ -179,14 +162,6 @@ class TestBudgets:
         assert share.due_in(torch.tensor([100, 200]), torch.tensor([50, 100]), 0, 2).tolist() == [1, 1]
         # As soon as there is one token more than the budget.
         assert get_scheme("arkv").due_in(torch.tensor(1024), torch.tensor(1024), 0, 2) == 1
-
-    def test_h2o_adds_up(self):
-        """A score is the sum over all queries, however they came."""
-        scheme = H2O()
-        whole = scheme.scores(evidence_of(scheme))
-        half = scheme.scores(evidence_of(scheme, QUERIES[:, :, :12], KEYS[:, :, :12], VALUES[:, :, :12]))
-        late = evidence_of(scheme, QUERIES[:, :, 12:])
-        torch.testing.assert_close(scheme.merge(torch.nn.functional.pad(half, (0, 8)), scheme.scores(late)), whole)
 
 
 class TestEvidence:
@@ -239,16 +214,6 @@ class TestEvidence:
         expected = logits.softmax(-1)[0, :, :, :-1].sum(1)
         torch.testing.assert_close(found.received.flatten(0, 1), expected)
 
-    def test_pieces_do_not_matter(self, monkeypatch):
-        """A few rows and queries at a time, as of long prompts."""
-        kinds = frozenset({"attention", "received"})
-        ((_, whole),) = prompt_evidence(kinds, 4, QUERIES, KEYS, VALUES, AttentionArguments(0.5))
-        monkeypatch.setattr(evidence_module, "ELEMENTS", 200)
-        parts = list(prompt_evidence(kinds, 4, QUERIES, KEYS, VALUES, AttentionArguments(0.5)))
-        assert [own for own, _ in parts] == [slice(0, 1), slice(1, 2)]
-        for name in kinds:
-            torch.testing.assert_close(torch.cat([found.of(name) for _, found in parts]), whole.of(name))
-
     def test_what_was_not_asked_for_is_missing(self):
         with pytest.raises(ValueError, match="evidence: 'keys' is missing"):
             evidence_of(SnapKV()).of("keys")
@@ -264,12 +229,6 @@ def test_prompts_within_their_budget_are_left_alone():
         choose(SnapKV(budget_tokens=9, window=4), 0, 2, QUERIES, KEYS, VALUES, AttentionArguments(1.0), padding=holes)
         is None
     )
-
-
-def test_heads_that_are_alike_keep_the_same():
-    choice = choose(TOVA(budget_tokens=9), 0, 2, QUERIES[:, :, -1:], KEYS, VALUES, AttentionArguments(DIM**-0.5))
-    best = probabilities()[0, :, -1].mean(0)[:19].topk(8).indices.sort().values.tolist()
-    assert torch.equal(choice.keys, KEYS[:, :, [*best, 19]])
 
 
 def test_what_is_held_for_rollback_stays():

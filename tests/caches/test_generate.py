@@ -284,17 +284,6 @@ def test_attach_spares_models_that_know_few_names():
     assert model(ids, past_key_values=cache).logits.isfinite().all()
 
 
-def test_detach_with_tokens_inside():
-    model, ids = build("llama"), prompt(1, 60)
-    cache, whole = MixedKVCache(model, FULL), DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids[:, :40], past_key_values=cache)
-        cache.detach()
-        got = model(ids[:, 40:], past_key_values=cache).logits
-        model(ids[:, :40], past_key_values=whole)
-        torch.testing.assert_close(got, model(ids[:, 40:], past_key_values=whole).logits, rtol=1e-4, atol=1e-4)
-
-
 def test_saving_a_model_is_not_affected(tmp_path):
     """No trace of hfkvq in what save_pretrained writes, and the saved model loads without it."""
     plain, attached = build("llama"), build("llama")

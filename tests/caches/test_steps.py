@@ -305,21 +305,3 @@ def test_steps_on_a_gpu_are_the_operations(name, dtype, pads, taken):
     assert taken["steps"] > 250
     assert (taken["masked"] > 250) == bool(pads)
     assert_same(one, other)
-
-
-@pytest.mark.parametrize("rows", [pytest.param([1, 0], marks=GPU), pytest.param([0, 0, 1], marks=GPU)])
-def test_rows_may_move_between_steps(rows, taken):
-    generator = torch.Generator().manual_seed(0)
-    one, other = layer_of(get_scheme("saw-int4")), layer_of(get_scheme("saw-int4"), buffered=False)
-    for layer in (one, other):
-        generator.manual_seed(1)
-        step(layer, states(2, 200, 128, torch.bfloat16, "cuda", generator))
-    for batch in (2, len(rows)):
-        for _ in range(20):
-            given = states(batch, 1, 128, torch.bfloat16, "cuda", generator)
-            torch.testing.assert_close(step(one, given), step(other, given), rtol=0.02, atol=0.02)
-        for layer in (one, other):
-            if batch == 2:
-                layer.reorder_cache(torch.tensor(rows, device="cuda"))
-    assert taken["steps"] > 30
-    assert_same(one, other)
