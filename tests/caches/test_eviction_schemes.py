@@ -269,13 +269,6 @@ class TestContract:
             assert pickle.loads(pickle.dumps(scheme)) == scheme == Scheme.from_dict(scheme.to_dict())
             assert hash(scheme) == hash(Scheme.from_dict(scheme.to_dict()))
 
-    def test_pages_with_knobs_of_their_own(self):
-        held = get_scheme("kitty", page_size=32)
-        scheme = get_scheme("snapkv", pages=held, window=8)
-        assert scheme.layout(64, 64) == held.layout(64, 64)
-        assert scheme.to_dict()["pages"] == held.to_dict()
-        assert get_scheme(scheme, kernel=7).pages == held
-
     def test_what_steps_lose(self):
         """Scores that add up ask every step; shared scales are made again; the rest is the pages'."""
         assert get_scheme("snapkv").limits(128, 128) == Limits()

@@ -61,10 +61,10 @@ def run(model, forward, cache, steps, ids, mask):
 
 
 # `test_graphs` runs all of `SCHEMES`, without a compiler.
-@pytest.mark.parametrize(("name", "layers"), [("kitty", 2), ("arkv", 1)])
-def test_one_graph_serves_every_length(name, layers):
+@pytest.mark.parametrize("name", ["kitty", "arkv"])
+def test_one_graph_serves_every_length(name):
     """Across many page borders, and trims: the tokens and the bits of eager steps, and of a cache that grows."""
-    model, (ids, mask) = build("llama", num_hidden_layers=layers), padded(2, 30)
+    model, (ids, mask) = build("llama", num_hidden_layers=1), padded(2, 30)
     caches = [MixedKVCache(model, SCHEMES[name], max_cache_len=length, graphs=False) for length in (120, 120, None)]
     assert [cache.is_compileable for cache in caches] == [True, True, False]
     counter = CompileCounter()
@@ -129,7 +129,7 @@ def test_another_cache_of_the_same_shape_takes_the_same_graph():
     model = build("llama", num_hidden_layers=1)
     counter = CompileCounter()
     forward = torch.compile(model.forward, backend=counter, fullgraph=True)
-    for rows, graphs in ((2, 1), (2, 1), (3, 2), (2, 2)):
+    for rows, graphs in ((2, 1), (2, 1), (3, 2)):
         cache, grown = (MixedKVCache(model, SCHEMES["kitty"], max_cache_len=n) for n in (90, None))
         ids, mask = padded(rows, 30)
         assert torch.equal(run(model, forward, cache, 9, ids, mask), run(model, model.forward, grown, 9, ids, mask))
@@ -233,7 +233,6 @@ def test_what_the_host_has_to_know_is_not_compiled():
     [
         (small("mixkvq", select="thresholds", salience="zscore"), "no rule that the sealing kernel knows"),
         (small("arkv", budget_tokens=40, beta=0.5), "accumulate"),
-        (small("h2o"), "accumulate"),
         (small("tova+mixkvq"), "queries weigh channels"),
         (small("triaxial"), "several runs"),
     ],
