@@ -134,6 +134,32 @@ def test_int2_tokens_fill_pages_in_order_and_the_rest_gets_int4(model):
     assert all(layer.store.counters[2].tolist() == [32] for layer in cache.layers)
 
 
+def test_a_fixed_capacity_is_split_as_the_prompt_is():
+    """Room for 2 bits is what prompts need, for 4 bits what is left: steps go on to the capacity, prompts to both."""
+    model = build("llama", head_dim=128, max_position_embeddings=2048).bfloat16()
+    fixed, grown = (
+        TriAxialCache(model, tagger=EvenIsObs(), table=TABLE, sink_length=0, **more)
+        for more in ({"max_cache_len": 1000}, {})
+    )
+    first, second = torch.tensor([[2] * 320 + [3] * 160]), torch.tensor([[2] * 320 + [3] * 110])
+    for cache in (fixed, grown):
+        forward(model, cache, first)
+    blocks = [view.table.shape[1] for view in fixed.layers[0].store.runs]
+    assert sum(blocks) <= 1000 // 32 + 3
+    outs = []
+    for ids in (second, *second[:, -90:].split(15, 1)):
+        outs.append([forward(model, cache, ids[:, :]) for cache in (fixed, grown)])
+    for pair in outs:
+        # Rows of other lengths: some CPUs add up in another order, which is one unit in the last place of bf16.
+        torch.testing.assert_close(*pair, rtol=2**-6, atol=2**-6)
+    assert fixed.get_seq_length() == 1000
+    assert positions(fixed) == positions(grown)
+    # Both whole would be 8 and more.
+    assert fixed.memory().total_bits < 4.5
+    with pytest.raises(ValueError, match="1000"):
+        forward(model, fixed, first[:, :1])
+
+
 # A conversation.
 
 
