@@ -17,7 +17,6 @@ import torch
 from hfkvq import Scheme, get_scheme
 from hfkvq.caches.eviction.evictor import choose
 from hfkvq.caches.schemes import H2O, TOVA, ExpectedAttention, PyramidKV, SnapKV, StreamingLLM
-from hfkvq.caches.schemes.base import Limits
 from hfkvq.caches.schemes.eviction import EvictionScheme
 from hfkvq.caches.schemes.score_inputs import (
     expected_attention,
@@ -268,19 +267,6 @@ class TestContract:
             assert (scheme.needs, scheme.untagged_is_wide) == (held.needs, held.untagged_is_wide)
             assert pickle.loads(pickle.dumps(scheme)) == scheme == Scheme.from_dict(scheme.to_dict())
             assert hash(scheme) == hash(Scheme.from_dict(scheme.to_dict()))
-
-    def test_what_steps_lose(self):
-        """Scores that add up ask every step; shared scales are made again; the rest is the pages'."""
-        assert get_scheme("snapkv").limits(128, 128) == Limits()
-        assert get_scheme("streaming-llm").limits(128, 128) == Limits()
-        assert "in every step" in get_scheme("h2o").limits(128, 128).captured
-        assert get_scheme("h2o-prompt").limits(128, 128) == Limits()
-        assert get_scheme("snapkv+kitty-pro").limits(128, 128) == Limits()
-        lost = get_scheme("tova+kitty-pro").limits(128, 128)
-        assert lost.captured is None
-        assert "trim pages" in lost.requantized
-        assert get_scheme("tova+saw-int4").limits(128, 128) == Limits()
-        assert "in every step" in get_scheme("arkv", beta=0.5).limits(128, 128).captured
 
     def test_arkv_is_one_of_them(self):
         scheme = get_scheme("arkv")

@@ -14,7 +14,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import base
 from hfkvq.caches.base import capture
-from tests.caches import vision
 from tests.caches.driver import distinct
 from tests.caches.test_generate import MODES
 
@@ -138,12 +137,6 @@ def test_generate_compiles(model, name):
         assert int(cache.get_seq_length()) == out.shape[1] - 1 == PROMPT + 149
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CAPTURED)
-def test_fixed_capacity_over_many_page_borders(model, name, made):
-    compare(model, name, 2000, made)
-
-
 def grow(model, name, count, made):
     """The same tokens into a cache with graphs and one without: logits differ by rounding, in other splits of pages."""
     caches = [MixedKVCache(model, scheme_of(name), graphs=on) for on in (True, False)]
@@ -174,12 +167,6 @@ def grow(model, name, count, made):
 @pytest.mark.parametrize("name", CAPTURED)
 def test_growing(model, name, made):
     grow(model, name, 260, made)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CAPTURED)
-def test_growing_for_long(model, name, made):
-    grow(model, name, 2000, made)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -304,19 +291,3 @@ def test_interrupts_and_full_memory(model, made, monkeypatch):
             for each in (cache, plain)
         ]
     assert (outs[0] - outs[1]).abs().mean() < 0.05 * outs[1].abs().mean()
-
-
-@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "internvl"])
-def test_images_move_positions_of_captured_steps(family, made):
-    """Two prompts whose pictures take other positions: no graph goes on with what it was recorded behind."""
-    model = vision.build(family).cuda()
-    for width in (32, 96):
-        shown = vision.prompts(family, [vision.says("user", vision.picture(3, width, 32), "what is it?")])
-        inputs = {name: x.cuda() for name, x in shown.items()}
-        options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
-        found = [
-            model.generate(**inputs, past_key_values=MixedKVCache(model, "full", graphs=graphs), **options)
-            for graphs in (False, True)
-        ]
-        assert torch.equal(*found)
-    assert made

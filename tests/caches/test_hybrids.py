@@ -77,22 +77,6 @@ def test_attention_beside_states_is_compressed(family):
     assert all(share.quantized > 0.3 for share in cache.memory().tokens)
 
 
-@pytest.mark.rounding
-@pytest.mark.parametrize(("family", "scheme"), [("falcon_h1", "kitty-pro"), ("zamba2", "saw-int4")])
-def test_presets_give_what_dequantized_pages_give(family, scheme):
-    """In one layer with attention: another behind it would seal the last bits of its sums, which differ by road."""
-    ids, tokens, found = prompt(2, 60) % 100, prompt(2, 40, 3) % 100, []
-    for attaches in (True, False):
-        model = build(family, num_hidden_layers=1)
-        if not attaches:
-            model.set_attn_implementation("eager")
-        cache = MixedKVCache(model, small(scheme), attach=attaches)
-        found.append(steps(model, cache, ids, tokens))
-        assert [share.quantized > 0.3 for share in cache.memory().tokens] == [True]
-    fused, dense = found
-    assert (fused - dense).abs().max() < 2e-4 * dense.abs().max()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", KINDS)
 def test_steps_are_captured_on_a_gpu(family):

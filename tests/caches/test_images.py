@@ -170,43 +170,6 @@ def test_a_graph_serves_prompts_whose_images_move_positions():
     assert PythonGraph.made > 0
 
 
-def of_one_layer(model):
-    """The model with its last layer of text alone."""
-    text = model.model.language_model
-    text.layers = text.layers[-1:]
-    text.layers[0].self_attn.layer_idx = 0
-    text.config.num_hidden_layers = 1
-    if getattr(text.config, "layer_types", None):
-        text.config.layer_types = text.config.layer_types[-1:]
-    return model
-
-
-@pytest.mark.parametrize(
-    ("family", "preset"), [("qwen3-vl", "kitty-pro"), ("qwen3-vl", "triaxial"), ("gemma3", "saw-int4")]
-)
-def test_presets_attend_to_what_they_hold(family, preset):
-    """Steps, and a later turn with an image: the same logits as with stock attention over dequantized tensors.
-
-    Of one layer: a second one would seal the last bits of the first one's attention, which differ.
-    """
-    found = []
-    for attention in (None, "eager"):
-        model = of_one_layer(build(family, attention))
-        cache = MixedKVCache(model, small(preset), attach=attention is None)
-        inputs = one_row(family)
-        with torch.no_grad():
-            logits = [model(**inputs, past_key_values=cache).logits[0]]
-            for token in range(3):
-                logits.append(model(torch.tensor([[40 + token]]), past_key_values=cache).logits[0])
-            more = prompts(family, [says("user", picture(4), "?")])
-            more.pop("attention_mask")
-            logits.append(model(**more, past_key_values=cache).logits[0])
-        found.append(torch.cat(logits))
-        assert len(cache.compressed_layers) == 1
-        assert cache.memory().code_bits < 16
-    assert torch.allclose(*found, atol=2e-4)
-
-
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize(("family", "preset"), [("qwen3-vl", "kitty-pro"), ("internvl", "triaxial")])
 def test_captured_steps_are_those_in_python(family, preset):

@@ -200,12 +200,3 @@ def test_all_and_nothing(name):
     life.step()
     life.check()
     assert not keep_tokens(Life(name).store, torch.zeros(2, 0, dtype=torch.bool))
-
-
-def test_a_capacity_keeps_its_pages():
-    life = Life("kitty-pro", capacity=160)
-    life.prompt(130)
-    size = sum(x.nbytes for x in life.store.tensors())
-    life.keep(0.5)
-    assert sum(x.nbytes for x in life.store.tensors()) == size
-    life.check()

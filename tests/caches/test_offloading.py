@@ -18,7 +18,7 @@ from hfkvq.caches.steps import step_buffer
 from tests.caches.driver import assert_same_bits, small, stored
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
-from tests.caches.test_generate import MODES, _generate
+from tests.caches.test_generate import _generate
 from tests.caches.test_static import padded
 
 # One run and several, whole pages and single tokens, 16 bits, statistics of queries.
@@ -65,14 +65,6 @@ def test_tokens_and_bytes_are_the_same(name, length, monkeypatch, captured):  # 
     assert_alike(*caches, rows=2)
     # Of a cache that grows, steps are captured with copies a layer ahead.
     assert (caches[1].layers[0].buffer.memory()[1:] != []) == (length is None)
-
-
-@pytest.mark.parametrize("mode", ["beams", "assisted"])
-def test_modes_of_generate(mode):
-    model = build("llama")
-    expected = MODES[mode](model, lambda: MixedKVCache(model, small("kitty-pro"), graphs=False))
-    got = MODES[mode](model, lambda: MixedKVCache(model, small("kitty-pro"), graphs=False, offloading=True))
-    assert torch.equal(got, expected)
 
 
 def _reset(cache):

@@ -156,25 +156,6 @@ def test_widths_are_the_tables_after_every_turn(model):
 # Bytes.
 
 
-def test_bytes_fall_when_a_turn_ends(model):
-    """Three tokens more are held in fewer bytes than before: the pages of 4 bits are gone."""
-    cache = make(model)
-    forward(model, cache, turn(400, 0))
-    before = cache.memory()
-    forward(model, cache, torch.tensor([[TURN, 5]]))
-    forward(model, cache, torch.tensor([[TURN]]))
-    after = cache.memory()
-    moved = len(positions(cache.layers[0])[0])
-    assert moved >= 160
-    # Two layers of two heads of 32 channels: two bits fewer for each, of keys and of values.
-    assert before.compressed.codes - after.compressed.codes >= 2 * 2 * 16 * moved
-    assert after.total < before.total
-    assert after.code_bits < before.code_bits
-    assert after.total == sum(x.nbytes for x in tensors_of(cache.layers))
-    # No page of 4 bits is kept for later.
-    assert cache.layers[0].store.runs[1].table.shape[1] == -(-len(positions(cache.layers[0])[1]) // PAGE)
-
-
 @pytest.mark.parametrize("page", [16, 32])
 def test_a_fixed_capacity_is_kept_and_used_again(model, page):
     """The freed pages take the tokens that come next; nothing is allocated beyond what there was.
