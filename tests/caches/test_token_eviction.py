@@ -100,7 +100,7 @@ def test_a_prompt_keeps_the_tokens_of_highest_score(name):
 
 
 @on_every_scheme
-@pytest.mark.parametrize("knobs", [{"trim_every": 1}, {"trim_every": 7, "sink_length": 5, "budget_share": 0.5}])
+@pytest.mark.parametrize("knobs", [{"trim_every": 7, "sink_length": 5}, {"budget_share": 0.5}])
 def test_prompts_and_steps_keep_what_scores_say(name, knobs):
     """Turns, chunks, steps of one token and of several: the tokens of a plain simulation, in order."""
     scheme = small(name, **knobs, **({"budget_tokens": None} if "budget_share" in knobs else {}))
@@ -154,7 +154,7 @@ def test_generate_with_padding_is_each_row_alone(name, capacity):
 
 @on_every_scheme
 def test_crop_takes_back_the_newest_or_refuses(name):
-    scheme, own = CASES[name], row(5, 90)
+    scheme, own = small(name), row(5, 90)
     layer, plain = make(scheme), make(scheme)
     for each in (layer, plain):
         feed(each, [own], [60])
