@@ -62,6 +62,7 @@ TESTS = {
         "tests/caches/test_arkv.py -k Equations",
         "tests/caches/test_arkv.py tests/caches/test_papers.py",
         "tests/caches/test_token_eviction.py",
+        f"{CONTRACT}::test_moved_rows_are_the_rows_fed_alone -k budget",
         "tests/caches/test_cut.py tests/caches/test_keep_tokens.py",
     ),
     "masks": (
