@@ -195,7 +195,7 @@ def test_paper_defaults_hold_a_long_row(name):
         torch.testing.assert_close(layer.dense("values")[0, :, whole], own.values[:, whole], rtol=1e-5, atol=1e-5)
 
 
-@on_every_case
+@on_every_case_of_families
 def test_dense_is_close_to_what_was_given(scheme):
     """No token is lost, swapped or doubled: every column is nearest to its own original."""
     layer = make(scheme)

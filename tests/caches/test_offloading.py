@@ -21,9 +21,6 @@ from tests.caches.models import build, prompt
 from tests.caches.test_generate import _generate
 from tests.caches.test_static import padded
 
-# One run and several, whole pages and single tokens, 16 bits, statistics of queries.
-SCHEMES = ("kitty-pro", "saw-int4", "mixkvq", "kivi-2", "best-3.4", "full")
-
 
 def both(model, scheme, **options):
     """A cache, and the same with its pages in the host's memory."""
@@ -46,9 +43,7 @@ def assert_alike(plain, offloaded, rows):
     assert ("offloaded" in str(memory), "offloaded" in str(expected)) == (True, False)
 
 
-@pytest.mark.parametrize(
-    ("name", "length"), [("kitty-pro", None), ("best-3.4", None), ("kivi-2", None), ("mixkvq", 120)]
-)
+@pytest.mark.parametrize(("name", "length"), [("kitty-pro", None), ("best-3.4", None), ("mixkvq", 120)])
 def test_tokens_and_bytes_are_the_same(name, length, monkeypatch, captured):  # noqa: F811
     """Captured steps that outgrow their buffers, with padding; then another turn, in chunks."""
     monkeypatch.setattr(step_buffer, "LEAST_HEADROOM", 16)
