@@ -22,7 +22,7 @@ from .attention.mla import patch_expand_kv
 from .base import outside_inference_mode, warn_once
 from .base.capture import RECORDERS
 from .base.config_switch import NAME, add_cache, restore, switch
-from .base.model_calls import CallInterceptor, intercept, is_inside_call
+from .base.model_calls import CallInterceptor, intercept, is_inside_call, with_cache
 from .base.model_config import head_dim_of, stock_layers, text_config
 from .base.recorded import is_captured, is_recorded
 from .cache_file import read_file, write_file
@@ -504,7 +504,7 @@ class MixedKVCache(Cache):
         if self._model is None or self._model() is not model:
             self._meet(model)
         with torch.no_grad():
-            return model(input_ids=input_ids, past_key_values=self, use_cache=True, **kwargs)
+            return model(input_ids=input_ids, **with_cache(model, self), use_cache=True, **kwargs)
 
     def between_steps(self, tokens: int = 1) -> None:
         """Does what compiled steps leave to the host, before ``tokens`` more come; asks the device only when it must.

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from .base.capture import RECORDERS
-from .base.model_calls import intercept
+from .base.model_calls import CACHE_NAMES, intercept
 from .base.recorded import is_recorded
 from .layer_state.tags import TokenRecord
 from .layers.transactions import Beside
@@ -191,7 +191,7 @@ class _Hook:
             # A graph cannot take notes: see `TriAxialCache.note_step`.
             return
         cache = None if self.cache is None else self.cache()
-        if cache is None or not any(x is cache for x in (kwargs.get("past_key_values"), *args)):
+        if cache is None or not any(x is cache for x in (*map(kwargs.get, CACHE_NAMES), *args)):
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
         mask = kwargs.get("attention_mask")

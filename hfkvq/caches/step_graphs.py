@@ -26,7 +26,7 @@ from hfkvq.kernels.step import MAX_STEP, Ahead, Allocation, buffer_bytes, copied
 
 from .base import warn_once
 from .base.capture import RECORDERS
-from .base.model_calls import CallInterceptor, forward_parameters, inside_call
+from .base.model_calls import CACHE_NAMES, CallInterceptor, forward_parameters, inside_call, with_cache
 from .base.recorded import recording
 from .layer_state.base import ROLLBACK
 from .layer_state.group import DeviceSync
@@ -329,9 +329,15 @@ class StepGraphs:
 
     # A call of the model.
 
-    def call(self, model: Any, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self,
+        model: Any,
+        interceptor: CallInterceptor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cache: CapturableCache,
+    ) -> Any:
         """The model's call: replayed, captured, or as it is."""
-        cache = kwargs["past_key_values"]
         self.placement.states.check()
         step = self._read(model, args, kwargs, cache.attached)
         if isinstance(step, str):
@@ -385,11 +391,13 @@ class StepGraphs:
         tensors: dict[str, Tensor] = {}
         rest: dict[str, Any] = {}
         for name, x in kwargs.items():
+            if name in CACHE_NAMES:
+                continue
             if isinstance(x, Tensor):
                 tensors[name] = x
             elif x is None or isinstance(x, (bool, int, float, str, torch.dtype)):
                 rest[name] = x
-            elif name != "past_key_values":
+            else:
                 return f"its argument {name} is a {type(x).__name__}"
         if rest.get("output_attentions") or getattr(model.config, "output_attentions", False):
             return "it returns attention weights"
@@ -487,7 +495,7 @@ class StepGraphs:
 
         def run() -> Any:
             with inside_call(), recording():
-                return model._call_impl(**tensors, **step.rest, past_key_values=cache)
+                return model._call_impl(**tensors, **step.rest, **with_cache(model, cache))
 
         with self.placement.states.undone_on_error():
             return self._whole(cache, tensors, step, run)
@@ -520,7 +528,8 @@ class StepGraphs:
         reference, rest = weakref.ref(model), step.rest
 
         def run(cache: Any) -> Any:
-            return reference()._call_impl(**inputs, **rest, past_key_values=cache)  # type: ignore[union-attr]
+            model = reference()
+            return model._call_impl(**inputs, **rest, **with_cache(model, cache))  # type: ignore[union-attr]
 
         # Casts of weights that autocast keeps would be gone with its context.
         cached = torch.is_autocast_cache_enabled()

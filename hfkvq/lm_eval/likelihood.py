@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from hfkvq.caches.base.model_calls import with_cache
+
 Answer = tuple[float, bool]
 """Sum of the continuation's log-probabilities, and whether greedy decoding would give it."""
 
@@ -213,4 +215,6 @@ class Scorer:
             extra["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         if last_only and self._keep:
             extra["logits_to_keep"] = 1
-        return self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **extra).logits
+        return self.model(
+            input_ids=ids, attention_mask=mask, **with_cache(self.model, cache), use_cache=True, **extra
+        ).logits

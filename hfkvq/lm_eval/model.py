@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 import hfkvq
 from hfkvq.caches import MixedKVCache, Preset, make_cache
+from hfkvq.caches.base.model_calls import with_cache
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.compile import compile_ahead
 from hfkvq.caches.tags import Tagger
@@ -295,7 +296,7 @@ class HFKVQ(HFLM):
             context,
             max_length,
             stop,
-            past_key_values=cache,
+            **with_cache(self.model, cache),
             logits_processor=LogitsProcessorList([first]),
             **generation_kwargs,
         )
@@ -377,8 +378,10 @@ class HFKVQ(HFLM):
             ids = torch.ones(batch_size, length, dtype=torch.long, device=self.device)
             with torch.no_grad():
                 cache = self.make_cache()
-                self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                self.model(input_ids=ids[:, : 1 if requests is None else 16], past_key_values=cache, use_cache=True)
+                self.model(input_ids=ids, **with_cache(self.model, cache), use_cache=True, logits_to_keep=1)
+                self.model(
+                    input_ids=ids[:, : 1 if requests is None else 16], **with_cache(self.model, cache), use_cache=True
+                )
             return batch_size
 
         try:

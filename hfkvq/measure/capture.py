@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hfkvq.caches.base.model_calls import with_cache
 from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.layers import HybridLayer, KVLayer
 from hfkvq.kernels.arguments import AttentionArguments
@@ -158,7 +159,7 @@ def capture(
         more = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in (inputs or {}).items()}
         model(
             input_ids=torch.tensor([list(ids)], device=device, dtype=torch.int64),
-            past_key_values=cache,
+            **with_cache(model, cache),
             use_cache=True,
             **more,
         )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfkvq.caches.base.model_calls import with_cache
 from hfkvq.caches.compile import compile_ahead, shapes_of
 from hfkvq.caches.schemes.base import split_knobs
 from hfkvq.caches.schemes.preset import Preset
@@ -143,7 +144,7 @@ def uneven_keys(subject: Subject, tokens: Tensor) -> Record | None:
         tokens: i64 (T,), a prompt.
     """
     cache = make_cache(subject, None)
-    subject.model(input_ids=tokens[None].to(subject.model.device), past_key_values=cache, use_cache=True)
+    subject.model(input_ids=tokens[None].to(subject.model.device), **with_cache(subject.model, cache), use_cache=True)
     found: list[tuple[float, int]] = []
     for number, layer in enumerate(cache.layers):
         keys = getattr(layer, "keys", None)

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -83,6 +84,14 @@ def attend(
 
 
 AttentionInterface.register(ATTENTION, attend)
+
+
+def _handed_on(
+    cache: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """An engine's cache as attention's argument: models of Transformers 5.24 update it, and pass attention none."""
+    kwargs["cache"] = cache
+    return key_states, value_states
 
 
 class CompressedManager(ContinuousBatchingManager):
@@ -208,6 +217,7 @@ class CompressedManager(ContinuousBatchingManager):
         with _allocator(named):
             processor = super()._create_batch_processor()
         spread_short_requests(processor.scheduler)
+        processor.cache.update = partial(_handed_on, processor.cache)
         for pages in processor.cache.cache_allocators.values():
             assert isinstance(pages, CompressedPages)
             pages.settle(processor.cache)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from hfkvq.caches.base.model_calls import with_cache
 from hfkvq.caches.named import make_cache
 from hfkvq.caches.schemes.preset import Preset
 from hfkvq.measure.divergence.intervals import mean_interval
@@ -246,12 +247,12 @@ class Timed:
         ids = torch.randint(
             3, self.model.config.get_text_config().vocab_size, (self.batch, self.context), device=device
         )
-        self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self.model(input_ids=ids, **with_cache(self.model, cache), use_cache=True, logits_to_keep=1)
         times = []
         # Steps before the fifth capture graphs.
         for step in range(self.steps + 4):
             begin = clock(device)
-            self.model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+            self.model(input_ids=ids[:, :1], **with_cache(self.model, cache), use_cache=True)
             if step >= 4:
                 times.append(clock(device) - begin)
         return 1000 * sorted(times)[len(times) // 2]

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hfkvq.caches.base.model_calls import with_cache
 from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.schemes import MixKVQ
 from hfkvq.caches.schemes.base import Scheme, get_scheme
@@ -124,7 +125,7 @@ def measure_room(
         for rows in tokens.to(model.device).split(batch_size):
             cache = MixedKVCache(model, Preset(counting, preset.layers))
             for part in (rows[:, :prompt], *rows[:, prompt:].split(scheme.page_size, 1)):
-                model(input_ids=part, past_key_values=cache, use_cache=True)
+                model(input_ids=part, **with_cache(model, cache), use_cache=True)
     if not counting.found:
         least = scheme.sink_length + scheme.page_size
         raise ValueError(

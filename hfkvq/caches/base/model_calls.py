@@ -23,6 +23,9 @@ _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters")
 # Hooks of these do on the device what they do, or nothing in a step.
 _KNOWN_HOOKS = ("transformers.", "hfkvq.", "torch.distributed.")
 
+CACHE_NAMES = ("cache", "past_key_values")
+"""Names of a model's argument for its cache, the second up to Transformers 5.23 and deprecated after it."""
+
 
 class _Thread(threading.local):
     inside = False
@@ -49,11 +52,12 @@ class CallInterceptor:
         model: Any = self._model()
         if torch.compiler.is_compiling() or _THREAD.inside:
             return model._call_impl(*args, **kwargs)
-        cache = kwargs.get("past_key_values")
+        name = next((name for name in CACHE_NAMES if kwargs.get(name) is not None), "")
+        cache = kwargs.get(name)
         if self._replaced is not None and cache is not None:
-            kwargs["past_key_values"] = cache = self._replaced(cache)
+            kwargs[name] = cache = self._replaced(cache)
         graphs = getattr(cache, "graphs", None)
-        return model._call_impl(*args, **kwargs) if graphs is None else graphs.call(model, self, args, kwargs)
+        return model._call_impl(*args, **kwargs) if graphs is None else graphs.call(model, self, args, kwargs, cache)
 
     def replace_caches(self, replaced: Callable[[Any], Any] | None) -> None:
         """Passes each cache that the model is given through a function; None for through none."""
@@ -124,6 +128,13 @@ def intercept(model: torch.nn.Module) -> CallInterceptor | None:
         interceptor = CallInterceptor(model)
         model._compiled_call_impl = interceptor
     return interceptor if isinstance(interceptor, CallInterceptor) else None
+
+
+def with_cache(model: Any, cache: Any) -> dict[str, Any]:
+    """A cache as an argument of a model's call or ``generate``, by the name that the model has for it."""
+    inner = getattr(model, "get_base_model", None)
+    known = forward_parameters(type(model if inner is None else inner()))
+    return {next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[-1]): cache}
 
 
 @functools.cache

@@ -154,9 +154,10 @@ def _modeling(config: PreTrainedConfig) -> ModuleType | None:
 
 
 def _cached_attention(cls: object) -> CodeType | None:
-    """The forward of a class, if it updates a cache of keys and values; of convolutions, caches are named otherwise."""
+    """The forward of a class that updates a cache of keys and values, by names that caches of convolutions lack."""
     forward = inspect.unwrap(cls.forward) if isinstance(cls, type) and hasattr(cls, "forward") else None
     code = getattr(forward, "__code__", None)
     if code is None or "update" not in code.co_names:
         return None
-    return code if any(name.startswith("past_key_value") for name in code.co_varnames) else None
+    # Transformers 5.24 has the new name.
+    return code if any(name == "cache" or name.startswith("past_key_value") for name in code.co_varnames) else None

@@ -36,7 +36,7 @@ from hfkvq.kernels.pages import PageFormat
 
 from ..base import outside_inference_mode, warn_once
 from ..base.config_switch import temporarily_switched
-from ..base.model_calls import forward_parameters, inside_call, is_known
+from ..base.model_calls import forward_parameters, inside_call, is_known, with_cache
 from ..base.model_config import head_dim_of, looks_attention_up, text_config
 from ..base.recorded import is_recorded
 from ..schemes.base import Layout, Scheme
@@ -407,7 +407,7 @@ def _measured(model: Any, config: Any) -> tuple[Mapping[int, Measured], str | No
         if "position_ids" in names and positions is not None:
             given["position_ids"] = positions.to(embedding.device)
         with torch.no_grad(), inside_call(), _watching(config) as queries:
-            model(**given, past_key_values=cache, use_cache=True)
+            model(**given, **with_cache(model, cache), use_cache=True)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import DynamicLayer
 
+from hfkvq.caches.base.model_calls import with_cache
 from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.named import make_cache as make
 from hfkvq.caches.schemes.base import Scheme
@@ -118,7 +119,7 @@ def answer(subject: Subject, batch: Batch, cache: Cache, rows: int = 0) -> Answe
     out = subject.model.generate(
         input_ids=batch.ids,
         attention_mask=batch.mask,
-        past_key_values=cache,
+        **with_cache(subject.model, cache),
         generation_config=config,
         logits_processor=LogitsProcessorList([watch]),
     )
@@ -179,7 +180,7 @@ def predictions(subject: Subject, batch: Batch, mine: Answers, baseline: Written
         subject.model.generate(
             input_ids=torch.cat([batch.ids[others], first], 1),
             attention_mask=torch.cat([batch.mask[others], torch.ones_like(first)], 1),
-            past_key_values=mine.after_prompt,
+            **with_cache(subject.model, mine.after_prompt),
             generation_config=greedy(subject, steps),
             logits_processor=LogitsProcessorList([force]),
         )

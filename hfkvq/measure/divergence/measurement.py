@@ -15,6 +15,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from hfkvq.caches.attention.interface import NAME, WITHOUT_CUDNN
+from hfkvq.caches.base.model_calls import with_cache
 from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.compile import compile_ahead
 from hfkvq.caches.named import make_cache
@@ -67,14 +68,14 @@ def _predictions(model: Any, tokens: Tensor, cache: Cache, prefill: int, chunk: 
     """
     # Logits of a whole prompt may be larger than its cache.
     short = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    model(input_ids=tokens[:, : prefill - 1], past_key_values=cache, use_cache=True, **short)
+    model(input_ids=tokens[:, : prefill - 1], **with_cache(model, cache), use_cache=True, **short)
     # Caches of others are longer by a chunk at each forward, and cuDNN would plan for each length, which takes longer
     # than the forward. Ours ask for it themselves, where it pays. A generator waits between forwards while other caches
     # are run, so each forward has a context of its own.
     chosen = contextlib.nullcontext() if isinstance(cache, MixedKVCache) else WITHOUT_CUDNN
     for part in tokens[:, prefill - 1 : -1].split(chunk, 1):
         with chosen:
-            logits = model(input_ids=part, past_key_values=cache, use_cache=True).logits
+            logits = model(input_ids=part, **with_cache(model, cache), use_cache=True).logits
         yield logits
 
 

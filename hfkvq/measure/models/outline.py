@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from hfkvq.bounded import load_json
+from hfkvq.caches.base.model_calls import with_cache
 from hfkvq.caches.base.model_config import windows_of
 from hfkvq.caches.layers.build import is_held_in_pages
 
@@ -143,7 +144,7 @@ def outline(config: Any) -> Outline:
         with _quiet(), torch.no_grad():
             model = _build(config)
             ids = torch.zeros(1, _PROBE, dtype=torch.long, device="meta")
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, **with_cache(model, cache), use_cache=True)
     except Exception as error:
         # Whatever a model's code stumbles over.
         raise ValueError(f"model: {type(config).__name__} cannot be laid out without its weights: {error}") from error
