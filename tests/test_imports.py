@@ -76,51 +76,19 @@ def test_relative_imports_are_resolved():
     assert "hfkvq.kernels.pages.PageFormat" in set(imports(ROOT / "hfkvq/kernels/__init__.py"))
 
 
-def run(code: str) -> str:
-    """What a fresh interpreter prints."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_names_stay_light():
-    """All of hfkvq's names load none of these; what Transformers loads by itself goes first and does not count."""
-    code = """
-import sys
-import transformers.cache_utils, transformers.masking_utils, transformers.modeling_utils
-before = set(sys.modules)
-from hfkvq import *
-MixedKVCache
-heavy = {"optuna", "lm_eval", "triton", "matplotlib", "datasets"}
-new = set(sys.modules) - before
-bad = sorted(name for name in new if name.split(".")[0] in heavy or name.startswith("hfkvq.kernels.triton"))
-sys.exit(f"hfkvq loads {bad}" if bad else 0)
-"""
-    run(code)
-
-
-def test_names_come_when_they_are_asked_for():
-    code = """
-import sys
-import hfkvq
-assert set(hfkvq.__all__) <= set(dir(hfkvq)) and hfkvq.__version__
-assert not {"torch", "transformers"} & set(sys.modules)
-assert not hasattr(hfkvq, "NoSuchCache")
-assert hfkvq.caches.MixedKVCache is hfkvq.MixedKVCache
-assert hfkvq.kernels.seal
-from hfkvq import PrefixStore, get_scheme
-assert get_scheme("kitty-pro") and "kitty-pro" in hfkvq.list_schemes()
-assert {"torch", "transformers"} <= set(sys.modules)
-"""
-    run(code)
-
-
-def test_help_loads_neither_pytorch_nor_transformers():
-    """Of every command, since either takes seconds; `schemes` after them loads both, or the check saw nothing."""
-    code = """
+START = """
 import sys
 from typer.main import get_command
 from typer.testing import CliRunner
+import hfkvq
+
+def loaded(*names):
+    return sorted(set(names) & set(sys.modules))
+
+assert set(hfkvq.__all__) <= set(dir(hfkvq)) and hfkvq.__version__
+assert not hasattr(hfkvq, "NoSuchCache")
+assert not loaded("torch", "transformers"), "import hfkvq"
+
 from hfkvq.cli import app
 
 def paths(command, path):
@@ -131,14 +99,31 @@ def paths(command, path):
 for arguments in [("--version",), *((*path, "--help") for path in paths(get_command(app), ()))]:
     done = CliRunner().invoke(app, list(arguments))
     assert done.exit_code == 0, done.output
-    loaded = sorted({"torch", "transformers"} & set(sys.modules))
-    assert not loaded, f"{arguments} loads {loaded}"
+    assert not loaded("torch", "transformers"), arguments
     print(*arguments)
+
+import transformers.cache_utils, transformers.masking_utils, transformers.modeling_utils
+before = set(sys.modules)
+from hfkvq import *
+assert hfkvq.caches.MixedKVCache is MixedKVCache and hfkvq.kernels.seal
+assert get_scheme("kitty-pro") and "kitty-pro" in list_schemes()
+heavy = {"optuna", "lm_eval", "triton", "matplotlib", "datasets"}
+new = set(sys.modules) - before
+bad = sorted(name for name in new if name.split(".")[0] in heavy or name.startswith("hfkvq.kernels.triton"))
+assert not bad, bad
 assert CliRunner().invoke(app, ["schemes", "--json"]).exit_code == 0
-assert {"torch", "transformers"} <= set(sys.modules)
+assert loaded("torch", "transformers", "hfkvq.caches.cache") == ["hfkvq.caches.cache", "torch", "transformers"]
 """
-    tried = run(code).splitlines()
-    assert {"--version", "--help", "kld --help", "bench kernels --help"} <= set(tried)
+
+
+def test_a_fresh_interpreter_loads_what_is_asked_for():
+    """`import hfkvq` and every command's help load neither PyTorch nor Transformers, which take seconds.
+
+    All names of hfkvq load no heavy library; what Transformers loads by itself goes first and does not count.
+    """
+    done = subprocess.run([sys.executable, "-c", START], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {"--version", "--help", "kld --help", "bench kernels --help"} <= set(done.stdout.splitlines())
 
 
 def test_names_of_lazy_packages_are_no_modules():

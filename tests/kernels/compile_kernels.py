@@ -1,8 +1,9 @@
 """Takes every kernel through Triton's front end, from syntax tree to verified IR, for GPUs that need not be there.
 
-``python -m tests.kernels.compile_kernels FOLDER 9.0 ...``, without TRITON_INTERPRET, writes a log for each GPU named to
-FOLDER: see `FrontEnd.log`. Tensors on the CPU say here that they are on a GPU, so launchers choose the types, tiles and
-constants that they choose there, and hand them to a Triton that stops before its first pass and launches nothing.
+``python -m tests.kernels.compile_kernels FOLDER MOST 9.0 ...``, without TRITON_INTERPRET, writes a log for each GPU to
+FOLDER, see `FrontEnd.log`. MOST is how many variants of a kernel are built, 0 for all. Tensors on the CPU say here that
+they are on a GPU, so launchers choose the types, tiles and constants that they choose there, and hand them to a Triton
+that stops before its first pass and launches nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import multiprocessing
 import pkgutil
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,14 +126,15 @@ class FrontEnd:
 
     What another GPU has built without a failure is not built again where the front end would do the same: the same
     kernel, types and constants, and the same answers to what it asks about the GPU. ``answered`` has these, by hash.
+    ``most`` is how many variants of a kernel are built, 0 for all.
     """
 
-    def __init__(self, capability: str, file: Path, answered: dict[str, list[dict[str, str]]]) -> None:
+    def __init__(self, capability: str, file: Path, answered: dict[str, list[dict[str, str]]], most: int = 0) -> None:
         self.major, self.minor = map(int, capability.split("."))
         self.name, self.multi_processor_count, self.shared_memory_per_multiprocessor = GPUS[capability]
-        self.file, self.doing, self.answered = file, "", answered
+        self.file, self.doing, self.answered, self.most = file, "", answered, most
         self.answers: dict[str, str] = {}
-        self.built: set[str] = set()
+        self.built: Counter[str] = Counter()
 
     def log(self, event: str, *what: str) -> None:
         """Notes ``building`` (kernel, case), ``failed`` (where, case, error) or ``done``."""
@@ -167,7 +170,9 @@ class FrontEnd:
     def compile(self, src: Any, target: GPUTarget, options: dict[str, Any], **_: Any) -> Idle:
         """The first steps of `triton.compile`, then a kernel that does nothing."""
         name = name_of(src.fn)
-        self.built.add(name)
+        self.built[name] += 1
+        if 0 < self.most < self.built[name]:
+            return Idle()
         self.log("building", name, self.doing)
         backend = make_backend(target)
         parsed = backend.parse_options(options | src.parse_options())
@@ -447,9 +452,8 @@ RAISED = (
 """Stores with raised channels: head dim, dtype, store."""
 
 
-def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]], quick: bool) -> None:
-    """Every case; ``quick`` takes a few of the kinds that the kernels' other tests interpret as well."""
-    few = slice(2 if quick else None)
+def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
+    """Every case."""
     more = {
         "mixkvq-pages": {"queries": 5, "mask": "bool", "softcap": 5.0, "sinks": True},
         "saw-int4": {"queries": 5, "softcap": 5.0},
@@ -482,17 +486,17 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]], quick
             if store.format.runs[0][0].page_size < 128 or store.format.window:
                 gather(store)
                 multiply(store, dtype, 20)
-    for dim, rope_dim, dtype, spec, asked in LATENTS[few]:
+    for dim, rope_dim, dtype, spec, asked in LATENTS:
         with case(f"{spec}, latents of {dim} and {rope_dim}, {dtype}, {asked}"):
             attend(fill(Tokens(store=spec), dim, rope_dim, dtype, heads=1), **asked)
     for dim, dtype, spec in RAISED:
-        for rule in RULES[few]:
+        for rule in RULES:
             with case(f"{spec}, heads of {dim}, {dtype}, channels by {rule}"):
                 fill(Pages(store=spec, rule=rule), dim, dim, dtype, q_abs=rule == RULES[0])
-    for spec, rule, query, dtype, tokens in STEPS[:: 2 if quick else 1]:
+    for spec, rule, query, dtype, tokens in STEPS:
         with case(f"step of {tokens}, {spec}, {dtype}, channels by {rule or 'none'}"):
             step(StoreFormat.parse(spec), rule, query, dtype, tokens)
-    for spec, rule, query, dtype, dim in IN_SLOTS[few]:
+    for spec, rule, query, dtype, dim in IN_SLOTS:
         with case(f"step in slots, {spec}, {dtype}, channels by {rule or 'none'}"):
             step_in_slots(StoreFormat.parse(spec), rule, query, dtype, dim)
     for dim, dtype, spec in EARLY:
@@ -518,18 +522,18 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]], quick
             split_kv.split_kv(query, keys, keys, 0.1)
 
 
-def work(capability: str, folder: Path) -> None:
+def work(capability: str, folder: Path, most: int) -> None:
     """Does everything for one GPU, but for what other GPUs have done."""
     # What has been imported is many objects, which need not be searched for cycles while IR is made.
     gc.freeze()
     known = folder / "answered.json"
     answered = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {}
-    front = FrontEnd(capability, folder / capability, answered)
+    front = FrontEnd(capability, folder / capability, answered, most)
     pretend(front)
     # Nothing is interpreted: it is how tensors on the CPU get to the launchers.
     with kernels.use_interpreter():
-        do_all(front.case, quick=len(sys.argv) == 3)
-    for name in sorted(all_kernels() - front.built):
+        do_all(front.case)
+    for name in sorted(all_kernels() - front.built.keys()):
         front.log("failed", name, "none was tried", "No case launches it: add one.")
     known.write_text(json.dumps(front.answered), encoding="utf-8")
     front.log("done")
@@ -539,7 +543,7 @@ if __name__ == "__main__":
     # Every GPU has a process, and so its own caches, and one that ends before its time ends alone; forked, since to
     # import takes half as long as to build. One after the other: most of what the first builds serves all.
     context = multiprocessing.get_context("fork")
-    for name in sys.argv[2:]:
-        process = context.Process(target=work, args=(name, Path(sys.argv[1])))
+    for name in sys.argv[3:]:
+        process = context.Process(target=work, args=(name, Path(sys.argv[1]), int(sys.argv[2])))
         process.start()
         process.join()

@@ -1,21 +1,26 @@
 """What runs of presets compile, and what is compiled ahead of them, for a GPU that need not be there.
 
-``python -m tests.kernels.launched_kernels PRESET,...``, without TRITON_INTERPRET, prints JSON: by preset, the variants
-of each run and those that `hfkvq.kernels.compile` would have compiled, as [kernel, key] pairs.
+``python -m tests.kernels.launched_kernels PRESET,...``, without TRITON_INTERPRET and with an empty TRITON_CACHE_DIR,
+prints JSON, of each function in `JOBS`. Each has a process of its own, forked since imports take most of the time.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import os
+import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction
 
 from hfkvq import kernels
 from hfkvq.caches.attention import interface
@@ -24,7 +29,11 @@ from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.layers.build import group_layers, scheme_for_window
 from hfkvq.caches.schemes.base import Scheme, get_scheme
 from hfkvq.caches.steps import device_steps
+from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.compile import SEVERAL, normal
+from hfkvq.kernels.triton.compile import GPUS, Wanted, compile_all, leave_gpu_alone, settle_name
+from hfkvq.kernels.triton.due import due_kernel
+from hfkvq.kernels.triton.hadamard import hadamard_wanted
 from tests.kernels.compile_kernels import BF16, FrontEnd, Idle, name_of, pretend, tensor
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -32,7 +41,7 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 SIZES = (2, 3, 5, 8, 9, 13, 16)
 """Tokens of steps, where there are several."""
 
-RUNS = ((1, 1024, 4096), (4, 1400, 8192), (3, 417, 600), (7, 130, 1000))
+RUNS = ((1, 1024, 4096), (3, 417, 600), (7, 130, 1000))
 """Rows, tokens of the prompt and capacity."""
 
 
@@ -76,13 +85,14 @@ def forget() -> None:
     """Lets all kernels be compiled anew."""
     for module in [x for name, x in sys.modules.items() if name.startswith("hfkvq.kernels.triton")]:
         for x in vars(module).values():
-            if isinstance(x, triton.runtime.jit.JITFunction):
+            if isinstance(x, JITFunction):
                 x.device_caches.clear()
             elif hasattr(x, "cache_clear"):
                 x.cache_clear()
 
 
-def main() -> None:
+def launched() -> dict[str, dict[str, list[Any]]]:
+    """Variants of each run by preset, and those that `hfkvq.kernels.compile` would compile, as [kernel, key] pairs."""
     notes = Notes()
     pretend(notes)
     triton.compiler.compile = notes.compile
@@ -122,8 +132,52 @@ def main() -> None:
                 for each in wanted(plan, HEADS, plan.rule or None, sizes, torch.device("cuda", 0)):
                     each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
                 own[name] = list(notes.found)
-    print(json.dumps(found))
+    return found
+
+
+def names(backward: bool = False) -> dict[str, str]:
+    """What Triton names every function of ours by, where callees are asked for before what calls them, or after."""
+    found = {}
+    for module in pkgutil.walk_packages(launchers.__path__, f"{launchers.__name__}."):
+        for x in vars(importlib.import_module(module.name)).values():
+            if isinstance(x, JITFunction) and x.fn.__module__.startswith(launchers.__name__):
+                found[f"{x.fn.__module__}.{x.fn.__name__}"] = x
+    for name in reversed(found) if backward else found:
+        settle_name(found[name])
+    return {name: function.cache_key for name, function in found.items()}
+
+
+def names_backward() -> dict[str, str]:
+    """The same in the other order."""
+    return names(backward=True)
+
+
+def compiled() -> dict[str, Any]:
+    """Variants compiled side by side, and found again."""
+
+    def cached() -> int:
+        return len(list(Path(triton.knobs.cache.dir).glob("*/*.cubin")))
+
+    leave_gpu_alone(GPUS[90])
+    every = [hadamard_wanted(torch.bfloat16, 64), hadamard_wanted(torch.float16, 64)]
+    # One twice, and one whose arguments are missing.
+    every += [hadamard_wanted(torch.bfloat16, 64), Wanted(due_kernel, (), {})]
+    said = []
+    for _ in range(2):
+        done = compile_all(every, None)
+        said.append({"done": [[name, bool(error)] for name, error in done], "compiled": cached()})
+        for each in every:
+            assert isinstance(each.kernel, JITFunction)
+            each.kernel.device_caches.clear()
+    return {"said": said, "again": compile_all(every[:1], None), "compiled": cached()}
+
+
+JOBS: tuple[Callable[[], Any], ...] = (launched, names, names_backward, compiled)
 
 
 if __name__ == "__main__":
-    main()
+    found = {}
+    for job in JOBS:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+            found[job.__name__] = pool.submit(job).result()
+    print(json.dumps(found))

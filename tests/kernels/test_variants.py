@@ -28,21 +28,22 @@ PRESETS = ("best-3.4", "kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "k
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def told(tmp_path_factory):
+    """What `launched_kernels` says, in a process of its own: at its import Triton decides whether it compiles."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    tuning = str(tmp_path_factory.mktemp("tuning") / "none.json")
-    return _run("tests.kernels.launched_kernels", [",".join(PRESETS)], {"HFKVQ_TUNING": tuning})
-
-
-def _run(module, arguments, variables):
-    """In a process of its own, since Triton decides when it is imported whether it compiles."""
+    folder = tmp_path_factory.mktemp("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-m", module, *arguments]
+    env |= {"OMP_NUM_THREADS": "1", "HFKVQ_TUNING": str(folder / "none.json"), "TRITON_CACHE_DIR": str(folder)}
+    command = [sys.executable, "-m", "tests.kernels.launched_kernels", ",".join(PRESETS)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def found(told):
+    return told["launched"]
 
 
 def variants(pairs, merges=False):
@@ -53,8 +54,8 @@ def variants(pairs, merges=False):
 def test_variants_do_not_depend_on_rows_and_lengths(found, preset):
     first, *others = [variants(pairs) for name, pairs in found[preset].items() if " x " in name]
     if preset == "arkv":
-        # Steps below the budget, which the first two prompts exceed, begin with a kernel of their own.
-        first |= {pair for pair in others[1] if pair[0] == "step.advance_kernel"}
+        # Steps below the budget, which the first prompt exceeds, begin with a kernel of their own.
+        first |= {pair for pair in others[0] if pair[0] == "step.advance_kernel"}
     for pairs in others:
         # Of a short prompt there may be nothing to seal.
         assert {name for name, _ in pairs - first} == set()
@@ -73,11 +74,9 @@ def test_all_that_runs_need_is_compiled_ahead(found, preset):
         assert missing == [], case
 
 
-def test_names_of_kernels_do_not_depend_on_what_came_before():
+def test_names_of_kernels_do_not_depend_on_what_came_before(told):
     """Else a process would not find what another one has compiled."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    first, second = _run("tests.kernels.kernel_names", ("forward", "backward"), {}).values()
+    first, second = told["names"], told["names_backward"]
     assert len(first) > 100
     assert [name for name in first if first[name] != second[name]] == []
 
@@ -89,11 +88,9 @@ def test_layers_alike_but_for_rows_and_capacity_are_one():
     assert normal(plan).capacity == 1
 
 
-def test_variants_are_compiled_once_and_found_again(tmp_path):
+def test_variants_are_compiled_once_and_found_again(told):
     """Equal variants are one; one that does not compile stops no other, and is left to its launch."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    found = _run("tests.kernels.compiled_kernels", (), {"TRITON_CACHE_DIR": str(tmp_path)})
+    found = told["compiled"]
     done = [["hadamard_kernel", False]] * 3 + [["due_kernel", True]]
     assert found["said"] == [{"done": done, "compiled": 2}] * 2
     assert found["again"] == [["hadamard_kernel", ""]]
