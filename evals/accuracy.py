@@ -102,10 +102,10 @@ def without_speeds(measured: dict[str, Any]) -> dict[str, Any]:
     return measured
 
 
-def measure_slice() -> dict[str, dict[str, Any]]:
-    """The slice on the CPU: by preset, what the table has, plain and with outliers."""
+def measure_slice(plain: bool = True) -> dict[str, dict[str, Any]]:
+    """The slice on the CPU: by preset, what the table has, plain (or not) and with outliers."""
     found: dict[str, dict[str, Any]] = {}
-    for kind, factor in (("plain", None), ("outliers", OUTLIERS)):
+    for kind, factor in (("plain", None), ("outliers", OUTLIERS))[not plain :]:
         for row in _measure(SLICE, "cpu", factor, _schemes(False))["rows"]:
             right = sum(task["right"] for task in row["tasks"].values())
             total = sum(task["total"] for task in row["tasks"].values())

@@ -125,13 +125,12 @@ def cases():
         for name, (kind, about, required) in parameters.items():
             argument = type(about).__name__ == "ArgumentInfo"
             option = name if argument else (about.param_decls or (f"--{name.replace('_', '-')}",))[0].split("/")[0]
-            for value in wrong_values(name, kind, about):
-                yield pytest.param(path, name, option, value, argument, id=f"{'-'.join(path)}-{name}-{value}")
-            if required:
-                yield pytest.param(path, name, option, None, argument, id=f"{'-'.join(path)}-{name}-left out")
-        yield pytest.param(path, "nosuch", "--nosuch", "5", False, id=f"{'-'.join(path)}-nosuch")
+            # None leaves it out.
+            values = [*wrong_values(name, kind, about), *([None] if required else [])]
+            yield pytest.param(path, name, option, values, argument, id=f"{'-'.join(path)}-{name}")
+        yield pytest.param(path, "nosuch", "--nosuch", ["5"], False, id=f"{'-'.join(path)}-nosuch")
         if not any(type(about).__name__ == "ArgumentInfo" for _, about, _ in parameters.values()):
-            yield pytest.param(path, "nosuch", "nosuch", "nosuch", True, id=f"{'-'.join(path)}-an argument")
+            yield pytest.param(path, "nosuch", "nosuch", ["nosuch"], True, id=f"{'-'.join(path)}-an argument")
 
 
 TEXTS = {
@@ -208,10 +207,15 @@ def words_of(path, option, value, argument, name):
     return [*words, *base, *([option + value] if value.startswith("=") else [option, value])]
 
 
-@pytest.mark.parametrize(("path", "name", "option", "value", "argument"), list(cases()))
-def test_wrong_arguments(files, tmp_path, monkeypatch, path, name, option, value, argument):
+@pytest.mark.parametrize(("path", "name", "option", "values", "argument"), list(cases()))
+def test_wrong_arguments(files, tmp_path, monkeypatch, path, name, option, values, argument):
     monkeypatch.chdir(tmp_path)
-    words = files(words_of(path, option, value, argument, name))
+    for value in values:
+        check_refusal(files(words_of(path, option, value, argument, name)), name, option)
+
+
+def check_refusal(words, name, option):
+    """The command says in one line what is wrong with the option."""
     done = CliRunner().invoke(app, words, env={"COLUMNS": "120"})
     said = f"hfkvq {' '.join(words)}\n{done.output}\n{done.exception!r}"
     assert done.exit_code == 2, said
@@ -229,9 +233,8 @@ def test_wrong_arguments(files, tmp_path, monkeypatch, path, name, option, value
     assert any(each in plain for each in names), said
 
 
-def model_arguments():
+def model_arguments(model):
     """Wrong values of every argument of lm-eval's model; of Hugging Face's own by their types."""
-    model = pytest.importorskip("hfkvq.lm_eval.model", reason="pip install 'hfkvq[eval]'")
     own = {
         "pretrained": ["/no/such", "{empty}.gguf", "{model}", "", 5, None],
         "scheme": [*SCHEMES[:4], "{missing}.json", "{empty}.json", "{garbage}.json", "{preset}.json", 5, [], {"a": 1}],
@@ -253,26 +256,23 @@ def model_arguments():
         if name not in own and name != "return":
             # A value that no type among them takes.
             own[name] = [object()] if "str" not in str(kind) or "dict" in str(kind) else [1.5, object()]
-    for name, values in own.items():
+    return own
+
+
+def test_wrong_model_arguments(files):
+    """All in one test: lm-eval takes seconds to import."""
+    model = pytest.importorskip("hfkvq.lm_eval.model", reason="pip install 'hfkvq[eval]'")
+    for name, values in model_arguments(model).items():
         for value in values:
-            yield pytest.param(name, value, id=f"{name}-{value if type(value) is not object else 'object'}")
-
-
-@pytest.mark.parametrize(("name", "value"), list(model_arguments()))
-def test_wrong_model_arguments(files, name, value):
-    from hfkvq.lm_eval.model import HFKVQ
-
-    if isinstance(value, str):
-        (value,) = files([value])
-    others = {"pretrained": "reference", "scheme": "kitty", "device": "cpu"} | {name: value}
-    with pytest.raises(ValueError, match=r"^\S+: ") as told:
-        HFKVQ(**others)
-    plain = str(told.value).replace("-", "_")
-    assert any(
-        each in plain
-        for each in (
-            name,
-            *(("boost_ratio", "knob") if name == "scheme" else ()),
-            *(("scheme: got 'nosuch'", "model:") if name in ("layers", "pretrained") else ()),
-        )
-    ), plain
+            value = files([value])[0] if isinstance(value, str) else value
+            others = {"pretrained": "reference", "scheme": "kitty", "device": "cpu"} | {name: value}
+            try:
+                found = model.HFKVQ(**others)
+            except ValueError as error:
+                found = str(error)
+            also = {"scheme": ("boost_ratio", "knob")}
+            also |= dict.fromkeys(("layers", "pretrained"), ("scheme: got 'nosuch'", "model:"))
+            said = f"{name}={value!r}: {found}"
+            assert isinstance(found, str), said
+            assert re.match(r"\S+: ", found), said
+            assert any(each in found.replace("-", "_") for each in (name, *also.get(name, ()))), said

@@ -36,10 +36,10 @@ REAL = 'MODEL = "smollm2"'
 HALF = """
 import torch
 from hfkvq.measure import reference
-whole = reference.load_reference
 
-def load_reference():
-    model, tokenizer = whole(torch.float32)
+# Defaults, since notebooks begin without these names.
+def load_reference(whole=reference.load_reference, dtype=torch.float32):
+    model, tokenizer = whole(dtype)
     model.model.layers = model.model.layers[:4]
     model.config.num_hidden_layers, model.config.layer_types = 4, model.config.layer_types[:4]
     return model, tokenizer

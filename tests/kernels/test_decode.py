@@ -230,6 +230,19 @@ def decode(layer, device, scaling, mask=None, sinks=None, softcap=0.0):
     return decode_attention(*layer.to(device), mask, sinks, scaling, softcap, layer.case.store)
 
 
+# The interpreter runs these formats in `test_pages_by_the_page`, with more pages to a program.
+BY_THE_PAGE = (
+    *("tiles-2c", "tiles-4t-share-1", "tiles-2c-raised-4-16", "tiles-4t-groups", "tiles-8t", "tiles-16-dim-80"),
+    *("tiles-4cn-dim-96", "tiles-page-64", "tiles-q2-r4", "tiles-three-runs", "tiles-two-runs-q2"),
+)
+# Formats that share what they are read with, and queries by the dozen, which take long.
+ALIKE = (
+    *("tiles-2c-share-3", "tiles-2c-raised-16", "tiles-2cn-raised-4-16", "tiles-2c-groups", "tiles-4t", "tiles-4c"),
+    *("tiles-8t-dim-96", "tiles-16", "tiles-q16-r4", "tiles-q3-r7", "q16-r16", "dim-256", "dim-96", "4t-4t"),
+)
+
+
+@pytest.mark.interpreted(*(name for name in CASES if name not in BY_THE_PAGE + ALIKE))
 @pytest.mark.parametrize("name", CASES)
 def test_decode(backend, name):
     layer = build(CASES[name])
@@ -240,7 +253,7 @@ def test_decode(backend, name):
     assert_as_good_as_torch(got, exact, plain)
 
 
-@pytest.mark.interpreted("2c-2t", "16-16-page", "float32", "tiles-q16")
+@pytest.mark.interpreted("2c-2t", "16-16-page", "float32", "tiles-4t-rotated")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -559,19 +572,17 @@ def test_short_rows_have_parts_of_pages_as_programs(monkeypatch, backend, runs, 
     assert pair_format.PairFormat(*long.launches[0].constants["FORMATS"][0]).step == (128 if runs[0] == "2" else 64)
 
 
-BY_THE_PAGE = [(name, "none") for name in CASES if name.startswith("tiles")] + [
-    (name, kind)
-    for name in ("tiles-2c-raised-4", "tiles-4t", "tiles-2c-groups", "tiles-two-runs-q2", "tiles-q3-r7")
-    for kind in ("bool", "queries")
-]
-
-
 # Formats that the loop over pages takes in ways of their own.
-@pytest.mark.interpreted(
-    *("tiles-2c", "tiles-4t-share-1", "tiles-2c-raised-4-16", "tiles-4t-groups", "tiles-8t", "tiles-16-dim-80"),
-    *("tiles-4cn-dim-96", "tiles-page-64", "tiles-q2-r4", "tiles-three-runs", "tiles-two-runs-q2"),
+@pytest.mark.interpreted(*BY_THE_PAGE)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, "none") for name in CASES if name.startswith("tiles")]
+    + [
+        (name, kind)
+        for name in ("tiles-2c-raised-4", "tiles-4t", "tiles-2c-groups", "tiles-two-runs-q2", "tiles-q3-r7")
+        for kind in ("bool", "queries")
+    ],
 )
-@pytest.mark.parametrize(("name", "kind"), BY_THE_PAGE)
 def test_pages_by_the_page(triton_backend, name, kind):
     """Splits of several pages each, where a GPU has room for many."""
     layer = build(CASES[name], seed=1)
@@ -615,7 +626,7 @@ def equal_keys(side, x):
     return x[:, :, :1].expand_as(x).clone() if side == "keys" else x
 
 
-@pytest.mark.interpreted("tiles-2c-groups", "tiles-8t")
+@pytest.mark.interpreted("tiles-2c-groups")
 @pytest.mark.parametrize("change", [outliers, constant, huge_token, tiny, equal_keys])
 @pytest.mark.parametrize("name", ["tiles-2c-raised-4", "tiles-2c-groups", "tiles-4t-blocks", "tiles-8t"])
 def test_adverse_data(triton_backend, name, change):

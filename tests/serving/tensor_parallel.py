@@ -1,6 +1,6 @@
-"""One rank of `test_serving`: a model split by ``tp_plan="auto"``, whose ranks serve together.
+"""One rank of `test_batching`: a model split by ``tp_plan="auto"``, whose ranks serve together.
 
-torchrun --nproc-per-node 2 tests/serving_tensor_parallel.py MODEL OUT
+torchrun --nproc-per-node 2 tests/serving/tensor_parallel.py MODEL OUT
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hfkvq.kernels import use_interpreter
 serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
 
 # Behind the line above: a module that was skipped before cannot be imported from.
-from tests.test_serving import generation, model, prompts, settings  # noqa: E402
+from tests.serving.test_batching import generation, model, prompts, settings  # noqa: E402
 
 __all__ = ["model"]
 

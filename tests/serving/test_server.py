@@ -185,7 +185,7 @@ def test_every_field_has_a_rule():
 
     for at, endpoint in enumerate(ENDPOINTS):
         assert {name for name, rules in FIELDS.items() if rules[at]} >= schema(endpoint)
-    guide = (Path(__file__).resolve().parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     assert table() in guide
 
 

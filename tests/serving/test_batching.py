@@ -250,10 +250,10 @@ def test_two_ranks_serve_together(model, tmp_path):
     model.save_pretrained(tmp_path / "model")
     asked, out = {"new": NEW, "schemes": schemes, "inputs": inputs}, tmp_path / "tokens.json"
     (tmp_path / "model" / "asked.json").write_text(json.dumps(asked))
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command += [str(root / "tests/serving_tensor_parallel.py"), str(tmp_path / "model"), str(out)]
+    command += [str(root / "tests/serving/tensor_parallel.py"), str(tmp_path / "model"), str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(out.read_text())
