@@ -1,11 +1,10 @@
-"""Rules that keep the package readable: imports that go one way, one writer of pages, and a short README."""
+"""Rules that keep the package readable: imports that go one way, one writer of pages, and tests that mirror it."""
 
 import ast
 import re
 
 from tests.test_imports import MODULES, ROOT, imports, is_in, module_name, parsed
 
-README_LINES = 180
 # Each may import itself and the ones before it.
 LAYERS = (
     "hfkvq.bounded",
@@ -24,11 +23,6 @@ LAYERS = (
 
 def trees() -> dict[str, ast.Module]:
     return {module_name(path): parsed(path) for path in MODULES}
-
-
-def test_readme_is_short():
-    lines = len((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
-    assert lines <= README_LINES
 
 
 def forbidden(name: str, found: set[str]) -> set[str]:
@@ -197,6 +191,14 @@ def test_no_tensor_is_made_by_globals():
         "torch.arange(2)",
         "torch.ones(1, device=d)",
     ]
+
+
+def test_folders_of_tests_are_those_of_the_package():
+    """Every package of hfkvq has a folder in tests/; a folder there is one of hfkvq, or of evals."""
+    packages = {path.parent.name for path in (ROOT / "hfkvq").glob("*/__init__.py")}
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    assert {path.name for path in folders if len(path.parts) == 1} >= packages
+    assert [path for path in folders if not ((ROOT / "hfkvq" / path).is_dir() or path.parts[:1] == ("evals",))] == []
 
 
 CLAUSES = re.compile(r"(Of|Or|Not|Last|First|Once|By|As|Else|What|Who|Nobody|Somebody|Nothing|That|Those|Asked)\b")

@@ -81,59 +81,16 @@ class Idle:
         return self.run
 
 
-class Capability(int):
-    """A compute capability that notes what it is compared with, and how that ended."""
-
-    def __new__(cls, value: int, answers: dict[str, str]) -> Capability:
-        self = super().__new__(cls, value)
-        self.answers = answers
-        return self
-
-    def __ge__(self, other: int) -> bool:
-        self.answers[f"at least {other}"] = str(int(self) >= other)
-        return int(self) >= other
-
-    def _other(self, other: Any) -> Any:
-        raise NotImplementedError("note this comparison, too.")
-
-    __lt__ = __le__ = __gt__ = _other
-
-
-class Options:
-    """A backend's options, which notes those that the front end reads."""
-
-    def __init__(self, options: Any, answers: dict[str, str]) -> None:
-        self._options, self._answers = options, answers
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._options, name)
-        self._answers[f"option {name}"] = repr(value)
-        return value
-
-
-def answers_alike(answers: dict[str, str], capability: int, options: Any) -> bool:
-    """Whether a GPU would answer all that the front end asked another one as that did."""
-    for question, answer in answers.items():
-        kind, _, what = question.rpartition(" ")
-        own = str(capability >= int(what)) if kind == "at least" else repr(getattr(options, what))
-        if own != answer:
-            return False
-    return True
-
-
 class FrontEnd:
     """A GPU as torch and Triton's launches see it; notes what it builds and what fails, instead of raising.
 
-    What another GPU has built without a failure is not built again where the front end would do the same: the same
-    kernel, types and constants, and the same answers to what it asks about the GPU. ``answered`` has these, by hash.
     ``most`` is how many variants of a kernel are built, 0 for all.
     """
 
-    def __init__(self, capability: str, file: Path, answered: dict[str, list[dict[str, str]]], most: int = 0) -> None:
+    def __init__(self, capability: str, file: Path, most: int = 0) -> None:
         self.major, self.minor = map(int, capability.split("."))
         self.name, self.multi_processor_count, self.shared_memory_per_multiprocessor = GPUS[capability]
-        self.file, self.doing, self.answered, self.most = file, "", answered, most
-        self.answers: dict[str, str] = {}
+        self.file, self.doing, self.most = file, "", most
         self.built: Counter[str] = Counter()
 
     def log(self, event: str, *what: str) -> None:
@@ -163,7 +120,7 @@ class FrontEnd:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", Capability(10 * self.major + self.minor, self.answers), 32)
+        return GPUTarget("cuda", 10 * self.major + self.minor, 32)
 
     # What Triton calls to compile.
 
@@ -181,14 +138,10 @@ class FrontEnd:
         backend.load_dialects(context)
         try:
             # The key of Triton's cache looks at everything that a kernel refers to, and refuses some of it.
-            others = self.answered.setdefault(src.hash(), [])
+            src.hash()
             functions, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
-            if any(answers_alike(answers, int(target.arch), parsed) for answers in others):
-                return Idle()
-            self.answers.clear()
-            if not src.make_ir(target, Options(parsed, self.answers), functions, modules, context).verify():
+            if not src.make_ir(target, parsed, functions, modules, context).verify():
                 raise RuntimeError("the IR is not valid.")
-            others.append(dict(self.answers))
         except Exception as error:
             self.log("failed", name, self.doing, told(error))
         return Idle()
@@ -523,25 +476,22 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
 
 
 def work(capability: str, folder: Path, most: int) -> None:
-    """Does everything for one GPU, but for what other GPUs have done."""
+    """Does everything for one GPU."""
     # What has been imported is many objects, which need not be searched for cycles while IR is made.
     gc.freeze()
-    known = folder / "answered.json"
-    answered = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {}
-    front = FrontEnd(capability, folder / capability, answered, most)
+    front = FrontEnd(capability, folder / capability, most)
     pretend(front)
     # Nothing is interpreted: it is how tensors on the CPU get to the launchers.
     with kernels.use_interpreter():
         do_all(front.case)
     for name in sorted(all_kernels() - front.built.keys()):
         front.log("failed", name, "none was tried", "No case launches it: add one.")
-    known.write_text(json.dumps(front.answered), encoding="utf-8")
     front.log("done")
 
 
 if __name__ == "__main__":
     # Every GPU has a process, and so its own caches, and one that ends before its time ends alone; forked, since to
-    # import takes half as long as to build. One after the other: most of what the first builds serves all.
+    # import takes half as long as to build.
     context = multiprocessing.get_context("fork")
     for name in sys.argv[3:]:
         process = context.Process(target=work, args=(name, Path(sys.argv[1]), int(sys.argv[2])))

@@ -49,7 +49,7 @@ class Notes(FrontEnd):
     """Notes what would be compiled, and compiles nothing."""
 
     def __init__(self) -> None:
-        super().__init__("9.0", Path(os.devnull), {})
+        super().__init__("9.0", Path(os.devnull))
         self.found: dict[tuple[str, str], None] = {}
 
     def compile(self, src: Any, target: Any, options: dict[str, Any], **_: Any) -> Idle:

@@ -127,6 +127,7 @@ def test_more_tokens_than_slots():
         append(*new, counters, windows, store_of(4))
 
 
+@pytest.mark.interpreted
 def test_opcheck(backend):
     new, counters, windows = arguments(3, 4)
     windows = [x.zero_().to(backend) for x in windows]

@@ -11,104 +11,44 @@ from hfkvq.kernels import PageFormat, StoreFormat, append, due
 from hfkvq.kernels.decode import LENGTH, RUNS
 from hfkvq.kernels.dispatch import reference
 
-# Rows: tokens stored, then keys and values that are sealed.
 CASES: dict[str, dict[str, Any]] = {
-    "by the token": {
-        "rows": [(0, 0, 0), (3, 0, 0), (4, 0, 0), (9, 0, 0), (10, 0, 0), (47, 26, 26), (47, 38, 37)],
-        "sink": 4,
-        "tails": (21, 21),
-        "local": (5, 5),
-        "unit": (1, 1),
-        "most": (12, 12),
-    },
-    "by the page": {
-        "rows": [(0, 0, 0), (4, 0, 0), (19, 0, 0), (20, 0, 0), (36, 16, 0), (35, 16, 0), (83, 64, 32), (84, 64, 48)],
-        "sink": 4,
-        "tails": (31, 47),
-        "local": (0, 16),
-        "unit": (16, 16),
-        "most": (16, 32),
-    },
-    "keys by the page, values by the token": {
-        "rows": [(7, 0, 0), (8, 0, 0), (31, 16, 15), (32, 16, 15), (47, 32, 31), (48, 32, 31)],
-        "sink": 0,
-        "tails": (23, 32),
-        "local": (0, 16),
-        "unit": (8, 1),
-        "most": (16, 1),
-    },
-    "every slot of the tail": {
-        "rows": [(17, 0, 0), (30, 13, 11), (33, 16, 14), (34, 17, 15), (50, 33, 31)],
-        "sink": 0,
-        "tails": (17, 19),
-        "local": (0, 0),
-        "unit": (1, 1),
-        "most": (17, 19),
-    },
-    "more slots than the tail has": {
-        "rows": [(30, 24, 24)],
-        "sink": 2,
-        "tails": (5, 7),
-        "local": (1, 0),
-        "unit": (2, 4),
-        "most": (11, 9),
-    },
-    "no slots of values": {
-        "rows": [(40, 16, 21), (2, 0, 0)],
-        "sink": 3,
-        "tails": (24, 17),
-        "local": (2, 0),
-        "unit": (8, 1),
-        "most": (16, 0),
-    },
-    "no slots of keys": {
-        "rows": [(40, 32, 21), (70, 64, 50)],
-        "sink": 3,
-        "tails": (24, 17),
-        "local": (0, 0),
-        "unit": (32, 1),
-        "most": (0, 17),
-    },
-    "prompts ask for no slots": {
-        "rows": [(400, 0, 0), (1, 0, 0), (263, 128, 56)],
-        "sink": 8,
-        "tails": (0, 0),
-        "local": (0, 64),
-        "unit": (128, 1),
-        "most": (0, 0),
-    },
-    "more is sealed than would be": {
-        "rows": [(40, 32, 40), (40, 24, 30), (12, 16, 12)],
-        "sink": 0,
-        "tails": (40, 40),
-        "local": (20, 30),
-        "unit": (8, 1),
-        "most": (8, 2),
-    },
-}
-
+    name: {"rows": rows, "sink": sink, "tails": tails, "local": local, "unit": unit, "most": most}
+    for name, rows, sink, tails, local, unit, most in (
+        # Rows: tokens stored, then keys and values that are sealed.
+        ("by the token", [(0, 0, 0), (3, 0, 0), (4, 0, 0), (9, 0, 0), (10, 0, 0), (47, 26, 26), (47, 38, 37)],
+         4, (21, 21), (5, 5), (1, 1), (12, 12)),
+        ("by the page",
+         [(0, 0, 0), (4, 0, 0), (19, 0, 0), (20, 0, 0), (36, 16, 0), (35, 16, 0), (83, 64, 32), (84, 64, 48)],
+         4, (31, 47), (0, 16), (16, 16), (16, 32)),
+        ("keys by the page, values by the token",
+         [(7, 0, 0), (8, 0, 0), (31, 16, 15), (32, 16, 15), (47, 32, 31), (48, 32, 31)],
+         0, (23, 32), (0, 16), (8, 1), (16, 1)),
+        ("every slot of the tail", [(17, 0, 0), (30, 13, 11), (33, 16, 14), (34, 17, 15), (50, 33, 31)],
+         0, (17, 19), (0, 0), (1, 1), (17, 19)),
+        ("more slots than the tail has", [(30, 24, 24)],
+         2, (5, 7), (1, 0), (2, 4), (11, 9)),
+        ("no slots of values", [(40, 16, 21), (2, 0, 0)],
+         3, (24, 17), (2, 0), (8, 1), (16, 0)),
+        ("no slots of keys", [(40, 32, 21), (70, 64, 50)],
+         3, (24, 17), (0, 0), (32, 1), (0, 17)),
+        ("prompts ask for no slots", [(400, 0, 0), (1, 0, 0), (263, 128, 56)],
+         8, (0, 0), (0, 64), (128, 1), (0, 0)),
+        ("more is sealed than would be", [(40, 32, 40), (40, 24, 30), (12, 16, 12)],
+         0, (40, 40), (20, 30), (8, 1), (8, 2)),
+    )
+}  # fmt: skip
 
 # The same, and the positions that its last run has room for: it takes what is due, whatever the others hold.
 SEVERAL: dict[str, dict[str, Any]] = {
     "two runs": {
         "rows": [(60, 16, 16, 8, 8), (60, 0, 0, 24, 24), (60, 24, 24, 0, 0), (9, 0, 0, 0, 0), (36, 16, 16, 8, 8)],
-        "sink": 2,
-        "tails": (39, 39),
-        "local": (10, 10),
-        "unit": (8, 8),
-        "most": (24, 24),
-        "room": 48,
+        "sink": 2, "tails": (39, 39), "local": (10, 10), "unit": (8, 8), "most": (24, 24), "room": 48,
     },
     "three runs": {
         "rows": [(70, 8, 8, 16, 16, 20, 20), (70, 0, 0, 0, 0, 44, 44)],
-        "sink": 0,
-        "tails": (30, 30),
-        "local": (4, 4),
-        "unit": (1, 1),
-        "most": (22, 22),
-        "room": 66,
+        "sink": 0, "tails": (30, 30), "local": (4, 4), "unit": (1, 1), "most": (22, 22), "room": 66,
     },
-}
+}  # fmt: skip
 
 
 def counters_of(rows, junk=9):
@@ -244,6 +184,7 @@ def test_slots_hold_the_oldest_tokens(backend):
         assert held.tolist() == [float(sink + sealed[side] + i) for i in range(int(found.new[side]))]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["by the page", "no slots of values", "prompts ask for no slots"])
 def test_opcheck(backend, name):
     counters = counters_of(CASES[name]["rows"]).to(backend)
@@ -252,6 +193,7 @@ def test_opcheck(backend, name):
     torch.library.opcheck(torch.ops.hfkvq.due.default, (counters, found, *knobs, None))
 
 
+@pytest.mark.interpreted
 def test_opcheck_with_positions(backend):
     case = SEVERAL["two runs"]
     counters = counters_of(case["rows"]).to(backend)

@@ -15,15 +15,9 @@ from tests.kernels.stores import Case, assert_as_good_as_torch, build
 
 # Rows of 4 + 160 + 17 and 4 + 33 tokens, so that pages are full, begun, and not there.
 LONG = Case(
-    sink=4,
-    pages=2,
-    heads=1,
-    tail=(40, 40),
-    lengths=[4 + 128 + 17, 4 + 30],
-    starts=[0, 11],
-    keys=[[128], [0]],
+    sink=4, pages=2, heads=1, tail=(40, 40), lengths=[4 + 128 + 17, 4 + 30], starts=[0, 11], keys=[[128], [0]],
     values=[[130], [30]],
-)
+)  # fmt: skip
 
 CASES = {
     "2c-2t": Case(),
@@ -75,31 +69,18 @@ CASES = {
     "no-pages": Case(lengths=[30, 7], keys=[[0], [0]], values=[[0], [0]], pages=0),
     "one-empty-row": Case(lengths=[85, 0], keys=[[64], [0]], values=[[70], [0]]),
     "two-runs": Case(
-        runs="2c32p32+4x8/2t64p32|4c32p32/4t64p32",
-        tail=(40, 64),
-        lengths=[4 + 128 + 20, 4 + 64 + 3],
-        keys=[[64, 64], [32, 32]],
-        values=[[50, 64], [32, 20]],
+        runs="2c32p32+4x8/2t64p32|4c32p32/4t64p32", tail=(40, 64), lengths=[4 + 128 + 20, 4 + 64 + 3],
+        keys=[[64, 64], [32, 32]], values=[[50, 64], [32, 20]],
     ),
     "three-runs": Case(
-        runs="2t64p32/2t64p32|8t64p32/8t64p32|16t64p32/16t64p32",
-        tail=(40, 40),
-        lengths=[4 + 130 + 20, 4],
-        keys=[[60, 50, 20], [0, 0, 0]],
-        values=[[60, 50, 20], [0, 0, 0]],
-        dtype=torch.bfloat16,
+        runs="2t64p32/2t64p32|8t64p32/8t64p32|16t64p32/16t64p32", tail=(40, 40), lengths=[4 + 130 + 20, 4],
+        keys=[[60, 50, 20], [0, 0, 0]], values=[[60, 50, 20], [0, 0, 0]], dtype=torch.bfloat16,
     ),
     "two-runs-rotated": Case(
-        runs="2t64p32/2t64p32|4t64p32/4t32p32",
-        tail=(40, 40),
-        lengths=[4 + 110 + 20, 4 + 30 + 3],
-        keys=[[60, 50], [30, 0]],
-        values=[[61, 50], [30, 3]],
-        rotate_keys=64,
-        rotate_values=32,
-        dtype=torch.bfloat16,
+        runs="2t64p32/2t64p32|4t64p32/4t32p32", tail=(40, 40), lengths=[4 + 110 + 20, 4 + 30 + 3],
+        keys=[[60, 50], [30, 0]], values=[[61, 50], [30, 3]], rotate_keys=64, rotate_values=32, dtype=torch.bfloat16,
     ),
-}
+}  # fmt: skip
 
 
 def gather(layer, device, side, columns=None):
@@ -232,6 +213,7 @@ def test_every_fp8_code(backend):
         assert torch.equal(gather_rows(counters, windows, runs, 8, StoreFormat(((fmt, fmt),)), side).cpu(), expected)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["2c-raised-4-16", "two-runs-rotated"])
 def test_opcheck(backend, name):
     layer = build(CASES[name])

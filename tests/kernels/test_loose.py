@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 
-from hfkvq import get_scheme
-from hfkvq.caches.store import MAX_STEP, SIDES, KVStore, Padding
-from hfkvq.caches.store.routing import ColumnTags
+from hfkvq.caches.store import MAX_STEP
 from hfkvq.kernels import PageFormat, StoreFormat, decode_attention
-from hfkvq.kernels.decode import sealed_count
 from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build
-
-DIM = 16
-
-SCHEMES = {
-    "kitty": ("kitty", {"sink_length": 4, "local_length": 16, "page_size": 16}),
-    "kitty-odd": ("kitty", {"sink_length": 3, "local_length": 37, "page_size": 8}),
-    "kitty-bare": ("kitty", {"sink_length": 0, "local_length": 0, "page_size": 32}),
-    "kitty-pro": ("kitty-pro", {"sink_length": 5, "local_length": 11, "page_size": 24}),
-    "kivi-2": ("kivi-2", {"sink_length": 2, "local_length": 16, "group_size": 16}),
-    "kivi-2-groups": ("kivi-2", {"sink_length": 0, "local_length": 32, "group_size": 8}),
-    "kivi-4": ("kivi-4", {"sink_length": 7, "local_length": 8, "group_size": 8}),
-    "kvarn": ("kvarn", {"sink_length": 4, "page_size": 16}),
-    "mixkvq": ("mixkvq", {"sink_length": 4, "page_size": 16, "group_size": 8}),
-    "mixkvq-page": ("mixkvq", {"sink_length": 0, "page_size": 16, "group_size": 16}),
-    "saw-int4": ("saw-int4", {"sink_length": 3, "local_length": 5, "page_size": 16}),
-    "saw-int4-bare": ("saw-int4", {"sink_length": 0, "local_length": 0, "page_size": 8}),
-    "full": ("full", {"page_size": 16}),
-    "triaxial": ("triaxial", {"sink_length": 4, "local_length": 8, "page_size": 16, "group_size": 8, "seal_unit": 8}),
-}
 
 
 def most_behind(form, key_tail, value_tail, queries):
@@ -57,93 +33,6 @@ def behind(length, keys, values, form, queries):
         both = torch.minimum(both, (length - queries - form.sink + 1).clamp(min=0))
     unit = BLOCK if takes_open(*form.runs[0]) else form.runs[0][0].page_size
     return rest - both // unit * unit
-
-
-class Life:
-    """A store that is used at random, in all the ways that layers use one."""
-
-    def __init__(self, name, seed):
-        preset, knobs = SCHEMES[name]
-        scheme = get_scheme(preset, **knobs)
-        self.generator, self.past = torch.Generator().manual_seed(seed), []
-        self.seen, self.hold = 0, 0
-        empty = torch.zeros(3, 1, 0, DIM)
-        self.store = KVStore(scheme.layout(DIM, DIM), scheme, empty, empty)
-
-    def draw(self, low, high):
-        """low..high, both included."""
-        return int(torch.randint(low, high + 1, (1,), generator=self.generator))
-
-    def tokens(self, count):
-        return [torch.randn(3, 1, count, DIM, generator=self.generator) for _ in SIDES]
-
-    def observed(self):
-        """What schemes may ask for when they seal: queries, and tags of some widths."""
-        queries = torch.rand(3, 1, DIM, generator=self.generator)
-        tags = torch.randint(0, 10, (3, self.seen), generator=self.generator).to(torch.uint8)
-        return queries, ColumnTags(tags)
-
-    def extend(self, count):
-        padding = None
-        if not self.seen:
-            lead = [0, self.draw(0, count), self.draw(0, count)]
-            padding = Padding(torch.tensor(lead, dtype=torch.int32), frozenset(lead), None)
-        self.seen += count
-        self.store.extend(*self.tokens(count), padding, self.hold, *self.observed())
-
-    def crop(self, count):
-        # Some pages of several widths cannot be cut; then nothing has changed.
-        with contextlib.suppress(NotImplementedError):
-            self.store.crop(count, self.seen)
-            self.store.write_pages()
-            self.seen -= count
-
-    def do(self):
-        """Whatever comes next; its name."""
-        what = ("push", "push", "push", "extend", "commit", "hold", "crop")[self.draw(0, 6)] if self.seen else "extend"
-        count = 0
-        if what == "push":
-            count = (1, self.draw(1, MAX_STEP), MAX_STEP)[self.draw(0, 2)]
-            # As layers do: to the tail while that has room.
-            what = "push" if self.store.fits(count) else "extend"
-        elif what == "extend":
-            count = self.draw(1, 70)
-        if what == "push":
-            self.store.push(*self.tokens(count))
-            self.seen += count
-        elif what == "extend":
-            self.extend(count)
-        elif what == "commit":
-            self.store.commit(self.hold, *self.observed())
-        elif what == "hold":
-            count = self.hold = (0, 3, 20, 40)[self.draw(0, 3)]
-            self.store.reserve_tail(self.hold)
-        else:
-            count = self.draw(1, min(self.seen, (3, 20, 90)[self.draw(0, 2)]))
-            self.crop(count)
-        self.past.append(f"{what} {count}")
-        return what
-
-
-@pytest.mark.parametrize("name", SCHEMES)
-def test_no_store_has_more_than_the_bound(name):
-    """Prompts with padding, steps, seals that hold tokens back, and crops that reopen pages."""
-    done, full = set(), 0
-    for seed in range(5):
-        life = Life(name, seed)
-        for _ in range(24):
-            done.add(life.do())
-            store = life.store
-            form, tails = store.format, [window.shape[2] for window in store.windows[2:]]
-            sealed = [sealed_count(store.counters, side) for side in SIDES]
-            for queries in range(1, MAX_STEP + 1):
-                most = int(behind(store.row_lengths, *sealed, form, queries).max())
-                bound = most_behind(form, *tails, queries)
-                assert most <= bound, f"{queries} queries, seed {seed}, after {', '.join(life.past)}"
-            waiting = [store.row_lengths - form.sink - own for own in sealed]
-            full += any(int(own.max()) == tail for own, tail in zip(waiting, tails, strict=True))
-    assert done == {"push", "extend", "commit", "hold", "crop"}
-    assert full, "no tail was ever full"
 
 
 # Formats, and how much more is launched for than tails and pages make necessary.
@@ -200,15 +89,10 @@ AT_THE_BOUND = {
         runs="4t32p32/2t32p32", queries=3, sink=3, tail=(1, 1), lengths=[68, 37], keys=[[65], [33]], values=[[64], [33]]
     ),
     "sixteen queries": at_the_bound(
-        runs="4t32p32/4t32p32",
-        queries=16,
-        sink=3,
-        tail=(1, 1),
-        lengths=[49, 82],
-        keys=[[45], [78]],
+        runs="4t32p32/4t32p32", queries=16, sink=3, tail=(1, 1), lengths=[49, 82], keys=[[45], [78]],
         values=[[45], [78]],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", AT_THE_BOUND)

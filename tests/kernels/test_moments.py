@@ -73,6 +73,7 @@ def test_no_query_counts(backend):
     assert (attention_moments(x, None, torch.zeros_like(real)) == 0).all()
 
 
+@pytest.mark.interpreted
 def test_opcheck(backend):
     x, sink, real = (y.to(backend) for y in logits_of(2, 2, 4, 20))
     for given in (None, sink):

@@ -157,6 +157,7 @@ def test_outliers_along_the_other_axis_cost_less(axis, side):
     assert error[1] < 0.5 * error[0]
 
 
+@pytest.mark.interpreted
 def test_opcheck(backend):
     index = torch.arange(32, dtype=torch.int32, device=backend).expand(2, -1)
     args = (torch.randn(2, 2, 40, 16, device=backend), index, "token", 16, 2, "deviation")

@@ -154,6 +154,7 @@ def test_no_pages(backend):
     assert not sums.any()
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("spec", ["2c8p32+4x8+16x3", "4t80p32"])
 def test_opcheck(backend, spec):
     parts, table, count, _, _ = pages(spec, "keys", 80, [96, 96])
