@@ -98,16 +98,8 @@ def wrong_values(name, kind, about):
     if kind is Path and name in OUTPUTS:
         return ["/none/file", "/proc/file", "{empty}.json/file"] + ([] if about.metavar == "PATH" else ["{folder}"])
     if kind is Path:
-        return [
-            "{missing}",
-            "{empty}.json",
-            "{folder}",
-            "{garbage}.json",
-            "{list}.json",
-            "{surrogate}.jsonl",
-            "{torn}.jsonl",
-            "",
-        ]
+        files = [f"{{{name}}}.json" for name in ("empty", "garbage", "list")]
+        return ["{missing}", "{folder}", *files, "{surrogate}.jsonl", "{torn}.jsonl", ""]
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return ["nosuch", "", "1"]
     if about.parser is not None:
@@ -115,7 +107,8 @@ def wrong_values(name, kind, about):
     if kind is int:
         return ["abc", "1.5", "", "-1", "nan", "0x5"]
     if kind is float:
-        return ["abc", "nan", "inf", "", "-inf"]
+        beyond = {"minutes": ["0"], "max_memory_percent": ["1.5"]}
+        return ["abc", "nan", "inf", "", "-inf", *beyond.get(name, ())]
     assert kind is str, f"{name}: {kind}"
     return WRONG[name]
 
@@ -212,6 +205,7 @@ def test_wrong_arguments(files, tmp_path, monkeypatch, path, name, option, value
     monkeypatch.chdir(tmp_path)
     for value in values:
         check_refusal(files(words_of(path, option, value, argument, name)), name, option)
+    assert list(tmp_path.iterdir()) == []
 
 
 def check_refusal(words, name, option):

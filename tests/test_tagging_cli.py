@@ -88,21 +88,6 @@ def test_tools_and_a_format_by_name(tokenizer, tmp_path, messages):
     assert json.dumps(json.dumps(written)) in done.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--format", "chatm"], "Did you mean 'chatml'"),
-        (["--format", "missing.json"], "missing.json"),
-        (["--tokenizer", "./no/such/folder"], "does not exist"),
-        (["--messages", "no-such-file"], "cannot be read"),
-        (["--tools", "no-such-file"], "cannot be read"),
-    ],
-)
-def test_errors_have_no_traceback(tokenizer, messages, arguments, message):
-    # The last of an option given twice counts.
-    assert_refused(run("--tokenizer", tokenizer, "--messages", messages, *arguments), message)
-
-
 def test_a_tokenizer_that_cannot_write_conversations(tmp_path, messages):
     byte_tokenizer("qwen3", None).save_pretrained(tmp_path)
     assert_refused(run("--tokenizer", tmp_path, "--messages", messages), "no chat template")

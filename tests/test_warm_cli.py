@@ -17,19 +17,13 @@ SHAPE = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128"]
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--preset", "kity-pro", *SHAPE, "--gpu", "sm_90"], "did you mean 'kitty-pro'"),
         (["--preset", ",", *SHAPE, "--gpu", "sm_90"], "preset: got none"),
-        (["--preset", "kitty-pro", *SHAPE, "--gpu", "sm_12"], "gpu: got 'sm_12', allowed current or sm_80"),
         (["--preset", "kitty-pro", "--gpu", "sm_90"], "model: got none"),
         (
             ["--preset", "kitty-pro", "--gpu", "sm_90", "--model", "x", "--heads", "3"],
             "give the model, or these in its place",
         ),
         (["--preset", "kitty-pro", "--gpu", "sm_90", *SHAPE[2:], "--heads", "9"], "a multiple of KV heads"),
-        (
-            ["--preset", "kitty-pro", "--gpu", "sm_90", "--model", "./nowhere"],
-            "model: the folder ./nowhere does not exist",
-        ),
         # As tests run.
         (["--preset", "kitty-pro", "--gpu", "sm_90", *SHAPE], "interpreted (TRITON_INTERPRET=1)"),
     ],

@@ -415,18 +415,10 @@ def test_another_model_is_refused(client):
         client.chat.completions.create(model="other", messages=QUESTION)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--scheme", "snapkv"], "forgets tokens"),
-        (["--scheme", "saw-int5"], "saw-int5"),
-        (["--model", "/no/such/folder"], "/no/such/folder"),
-    ],
-)
-def test_command_refuses(options, words):
-    result = CliRunner().invoke(app, ["serve", "--device", "cpu", *options])
+def test_schemes_that_forget_are_refused():
+    result = CliRunner().invoke(app, ["serve", "--device", "cpu", "--scheme", "snapkv"])
     assert result.exit_code == 2
-    assert words in result.output.replace("\n", "")
+    assert "forgets tokens" in result.output.replace("\n", "")
 
 
 # The thread of a server that cannot listen ends by SystemExit.

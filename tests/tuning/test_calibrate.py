@@ -15,7 +15,7 @@ from hfkvq.tuning import Conversation, Sensitivity, calibrate, load_conversation
 from hfkvq.tuning.calibration import aggregate, distortion
 from hfkvq.tuning.conversations import data_hash, make_request
 from tests.caches.models import build, prompt
-from tests.command import assert_refused, invoke
+from tests.command import invoke
 
 OBS, USER, INST = "older|text|obs", "current|text|user", "older|text|inst"
 
@@ -229,19 +229,3 @@ def test_calibrate_then_allocate(tmp_path):
     # What the call repeats to the letter gets the bits.
     assert BitTable.load(table).bits[USER] == 4
     assert dict(TriAxialCache(model, tokenizer, table=table).scheme.table).keys() == sensitivity.counts.keys()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["calibrate", "nowhere.jsonl", "--out", "s.json"],
-        ["calibrate", "nowhere.jsonl", "--out", "no/such/folder/s.json"],
-        ["allocate", "nowhere.json"],
-        ["allocate", "nowhere.json", "--out", "t.json"],
-        ["allocate", "nowhere.json", "--budget", "5"],
-    ],
-)
-def test_commands_say_what_is_wrong(arguments, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert_refused(invoke(*arguments), "")
-    assert list(tmp_path.iterdir()) == []

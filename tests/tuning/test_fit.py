@@ -346,11 +346,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--model", "./nowhere"], "does not exist"),
             (["--context", "5000"], "4096 positions; use --context 4096"),
             (["--gpu-memory", "10MiB", "--overhead", "0"], "4.76 MiB too much"),
-            (["--schemes", "kity"], "did you mean 'kitty'"),
-            (["--gpu-memory", "24XB"], "gpu-memory: got '24XB'"),
             (["--prefill-chunk", "8"], "more than 16"),
             (["--generated", "4097"], "no more than the context"),
         ],

@@ -91,21 +91,10 @@ def test_ctrl_c(stand_in: Path, text: Path, tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--schemes", "kity"], "scheme: got 'kity', which is unknown; did you mean 'kitty'"),
-        (["--schemes", "kitty:bost=1"], "knob 'bost' is unknown"),
-        (["--device", "abacus"], "device: got 'abacus', allowed auto, cpu, cuda"),
         (["--context", "64", "--prefill", "64"], "prefill: got 64, allowed 2 to 63"),
         (["--context", "5000"], "context: got 5000, but reference model has 4096 positions; use --context 4096"),
         (["--windows", "0"], "--windows: got "),
-        (["--chunk", "0"], "--chunk: got "),
         (["--text", __file__, "--dataset", "b"], "choose --text or --dataset"),
-        (
-            ["--text", "no-such-file.txt"],
-            "--text: got no-such-file.txt, which cannot be read (No such file or directory)",
-        ),
-        (["--model", "./no-such-folder", "--text", __file__], "the folder ./no-such-folder does not exist"),
-        (["--model", "./no-such-file.gguf"], "the file ./no-such-file.gguf does not exist"),
-        (["--json", "no-such-folder/a.json"], "the folder no-such-folder does not exist"),
     ],
 )
 def test_wrong_arguments_are_told_before_any_model_is_loaded(
