@@ -186,11 +186,7 @@ def test_no_tensor_is_made_by_globals():
     assert {name: found for name, tree in trees().items() if (found := by_globals(tree))} == {}
     assert by_globals(
         ast.parse("torch.zeros(3); torch.arange(2); torch.ones(1, device=d); torch.arange(2, device=d)")
-    ) == [
-        "torch.zeros(3)",
-        "torch.arange(2)",
-        "torch.ones(1, device=d)",
-    ]
+    ) == ["torch.zeros(3)", "torch.arange(2)", "torch.ones(1, device=d)"]
 
 
 def test_folders_of_tests_are_those_of_the_package():

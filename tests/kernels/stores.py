@@ -220,13 +220,7 @@ def _put(view: RunView, fmt: PageFormat, side: str, row: int, positions: Tensor,
         for name, part, new in zip(fmt.names, parts, made, strict=True):
             own = part[view.table[row, block].long()]
             # Slots that are not sealed keep their NaN; what has no token axis is written whole.
-            axis = {
-                "full_index": None,
-                "high_index": None,
-                "high": None,
-                "norm": None,
-                "full": 1,
-            }.get(name, 1)
+            axis = {"full_index": None, "high_index": None, "high": None, "norm": None, "full": 1}.get(name, 1)
             if name in ("scale", "zero"):
                 axis = None if fmt.axis == "channel" else 2
             elif name == "codes" and side == "values" and fmt.bits < 8:

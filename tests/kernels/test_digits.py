@@ -24,10 +24,7 @@ print(each.kernel.warmup(*each.arguments, grid=(1,), **each.constants).asm["ttgi
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize(
-    "store",
-    ["s0;k0;v0;2c128p128/2t128p128", "s0;k128;v0;4t128p128/4t128p128"],
-)
+@pytest.mark.parametrize("store", ["s0;k0;v0;2c128p128/2t128p128", "s0;k128;v0;4t128p128/4t128p128"])
 def test_weights_stand_where_digits_want_them(store, tmp_path):
     """Of sixteen tokens lane (g, t) has numbers 2 g and 2 g + 1 of query t, one behind the other in its registers."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

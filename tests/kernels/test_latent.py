@@ -38,10 +38,7 @@ def latents(case: Case, seed: int = 0, change=None):
     width = case.head_dim + case.value_dim
     q = torch.randn(len(case.lengths), case.queries, case.share, width).to(case.dtype).transpose(1, 2)
     plain = dataclasses.replace(
-        layer,
-        q=q,
-        dense_keys=torch.cat([layer.dense_keys, layer.dense_values], -1),
-        dense_values=layer.dense_keys,
+        layer, q=q, dense_keys=torch.cat([layer.dense_keys, layer.dense_values], -1), dense_values=layer.dense_keys
     )
     form = case.store
     return plain, StoreFormat(form.runs, form.sink, form.rotate_keys, form.rotate_values, latent=True)

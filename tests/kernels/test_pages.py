@@ -23,10 +23,7 @@ FORMATS = [
     PageFormat(2, "channel", 16, 16, ((4, 9), (16, 3))),
     PageFormat(4, "channel", 16, 16, ((16, 8),)),
 ]
-NORMED = [
-    PageFormat(2, "channel", 8, 16, ((4, 9), (16, 3)), True),
-    PageFormat(4, "token", 32, 16, normed=True),
-]
+NORMED = [PageFormat(2, "channel", 8, 16, ((4, 9), (16, 3)), True), PageFormat(4, "token", 32, 16, normed=True)]
 
 
 def spec_id(fmt):

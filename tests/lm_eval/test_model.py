@@ -272,23 +272,16 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"scheme": "kity"}, "scheme: got 'kity', which is unknown; did you mean 'kitty"),
             ({"scheme": "kitty", "tau_bf16": 1.4}, "'tau_bf16' is a knob of 'mixkvq', not of 'kitty'"),
             (
                 {"scheme": "none", "boost_ratio": 0.2},
                 "'boost_ratio' is a knob of 'kitty', Transformers' own cache has no",
             ),
-            ({"scheme": "kitty", "boost_ratio": 2.0}, "boost_ratio: got 2.0, allowed 0"),
             ({"scheme": "kitty", "boost_raito": 0.2}, "'boost_raito' is unknown; did you mean 'boost_ratio'"),
-            ({"scheme": "kitty", "ll_mode": "fast"}, "ll_mode: got 'fast', allowed decode, stepwise, prefill, stock"),
             ({"scheme": "kitty", "ll_mode": "stock"}, "the stock forward never reads a cache"),
-            ({"scheme": "kitty", "ll_chunk": 0}, "ll_chunk: got 0, allowed a positive number"),
-            ({"scheme": "kitty", "truncate": "right"}, "truncate: got 'right', allowed left, middle, refuse"),
             ({"scheme": "triaxial", "table": "nowhere.json"}, "table: nowhere.json cannot be read"),
             ({"scheme": "saw-int4", "block": 96}, "block"),
-            ({"scheme": "kitty", "layers": {"99": "full"}}, "layers: got '99', but the model has layers 0 to 7"),
             ({"scheme": "none", "layers": {"0": "full"}}, "Transformers' own cache has no schemes of layers"),
-            ({"scheme": "nowhere.json"}, "scheme: nowhere.json cannot be read"),
         ],
     )
     def test_arguments(self, arguments, message):

@@ -227,22 +227,6 @@ def test_several_sequences_of_a_request(model):
     assert len(set(tokens)) > 1
 
 
-def test_a_request_that_is_cancelled_leaves_the_others(model):
-    inputs = prompts(100, 60)
-    with (
-        serving.enable(model, "saw-int4"),
-        model.continuous_batching_context_manager(
-            generation_config=generation(max_new_tokens=40), continuous_batching_config=settings()
-        ) as manager,
-    ):
-        manager.add_request(inputs[0], request_id="stays", max_new_tokens=40)
-        manager.add_request(inputs[1], request_id="goes", max_new_tokens=400)
-        manager.cancel_request("goes")
-        result = manager.get_result("stays", timeout=60)
-        assert result.error is None
-        assert len(result.generated_tokens) == 40
-
-
 @pytest.mark.slow
 def test_two_ranks_serve_together(model, tmp_path):
     """Each holds one KV head of two, and they say what one process says."""
@@ -303,23 +287,6 @@ def test_models_and_settings_that_do_not_go(model):
         serving.enable(model, "saw-int5")
     with pytest.raises(ValueError, match="quantize_first"):
         serving.enable(model, "saw-int4", quantize_first=True)
-
-
-def test_a_request_longer_than_the_pool_is_refused(model):
-    """At once; what was asked before goes on."""
-    short, long = prompts(60, 1100)
-    with (
-        serving.enable(model, "saw-int4"),
-        model.continuous_batching_context_manager(
-            generation_config=generation(),
-            continuous_batching_config=settings(num_blocks=1, page_size=128, max_batch_tokens=64),
-        ) as manager,
-    ):
-        manager.add_request(short, request_id="short", max_new_tokens=NEW)
-        with pytest.raises(ValueError, match="got 1100 tokens and 12 new ones, allowed"):
-            manager.add_request(long, request_id="long", max_new_tokens=NEW)
-        result = manager.get_result("short", timeout=60)
-    assert result.generated_tokens == alone(model, short, "saw-int4")
 
 
 def test_columns_of_a_batch():

@@ -9,13 +9,7 @@ from functools import partial
 import pytest
 import torch
 from transformers import DeepseekV3Config as DeepseekConfig
-from transformers import (
-    DynamicCache,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3NextConfig,
-)
+from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Qwen3NextConfig
 from transformers import Gemma3ForCausalLM as Gemma3
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
