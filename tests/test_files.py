@@ -176,6 +176,7 @@ def test_damaged_files(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["table", "preset", "kernels", "text", "conversations", "sensitivity"])
 def test_a_byte_order_mark_is_no_part_of_a_file(name, tmp_path):
+    """Sound files are read, or the tests above would test nothing."""
     file = tmp_path / f"file{'.jsonl' if name in LINES else '.json'}"
     file.write_text(json.dumps(sound(name, tmp_path)), encoding="utf-8-sig")
     READERS[name][0](file)
@@ -211,14 +212,6 @@ def test_a_file_is_named_with_what_is_wrong_in_it(tmp_path):
     file.write_text(json.dumps({"kind": "hfkvq preset", "scheme": {"scheme": "kitty", "boost_ratio": "much"}}))
     with pytest.raises(ValueError, match=rf"{file}: boost_ratio: got 'much', allowed a number"):
         Preset.load(file)
-
-
-@pytest.mark.parametrize("name", ["table", "preset", "kernels", "text"])
-def test_sound_files_are_read(name, tmp_path):
-    """Else the tests above would test nothing."""
-    file = tmp_path / f"file{'.jsonl' if name in LINES else '.json'}"
-    file.write_text(json.dumps(sound(name, tmp_path)))
-    READERS[name][0](file)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="no tomllib")

@@ -30,22 +30,26 @@ SHORTER = {
     "05_agent_conversations": {"for seed in range(3)": "for seed in range(1)"},
 }
 
-# The real model is not there, and the small one takes its place as it says it does: half of its layers, in f32, which
+# The real model is not there, and the small one takes its place as it says it does: some of its layers, in f32, which
 # CPUs are quicker with.
 REAL = 'MODEL = "smollm2"'
-HALF = """
+SMALL = """
 import torch
 from hfkvq.measure import reference
 
 # Defaults, since notebooks begin without these names.
-def load_reference(whole=reference.load_reference, dtype=torch.float32):
+def load_reference(whole=reference.load_reference, dtype=torch.float32, module=reference):
     model, tokenizer = whole(dtype)
-    model.model.layers = model.model.layers[:4]
-    model.config.num_hidden_layers, model.config.layer_types = 4, model.config.layer_types[:4]
+    model.model.layers = model.model.layers[: module.count]
+    model.config.layer_types = model.config.layer_types[: module.count]
+    model.config.num_hidden_layers = module.count
     return model, tokenizer
 
 reference.load_reference = load_reference
 """
+
+# Presets whose layers differ raise as many heads' channels as others in a model of eight layers, not of four.
+LAYERS = {"06_what_the_cache_looks_like": 8}
 
 # No name of an earlier notebook is left, and no scheme.
 CLEAN = """
@@ -53,6 +57,9 @@ CLEAN = """
 from hfkvq.caches.schemes import base
 for name in [name for name, (scheme, _) in base._PRESETS.items() if scheme.__module__ == "__main__"]:
     del base._PRESETS[name]
+from hfkvq.measure import reference
+reference.count = {}
+%reset -f
 """
 
 on_every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -98,7 +105,7 @@ def kernel():
     """One that notebooks share, one after the other: to import PyTorch and Transformers takes longer than most run."""
     # "python3" is the interpreter that runs the tests, whatever kernels are installed beside it.
     manager, client = start_new_kernel(kernel_name="python3", cwd=str(FOLDER))
-    client.execute(HALF)
+    client.execute(SMALL)
     client.stop_channels()
     yield manager
     manager.shutdown_kernel(now=True)
@@ -113,7 +120,7 @@ def test_runs(path, kernel):
         cell.source = cell.source.replace(long, short)
     for cell in notebook.cells:
         cell.source = cell.source.replace(REAL, 'MODEL = "./none"')
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(CLEAN))
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(CLEAN.format(LAYERS.get(path.stem, 4))))
     resources = {"metadata": {"path": str(FOLDER)}}
     NotebookClient(notebook, km=kernel, kernel_name="python3", timeout=240, resources=resources).execute()
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")

@@ -537,7 +537,7 @@ TWINS = {
     "seal channels": ({"given": "keys, k_abs"}, {"given": "keys, k_abs, weights"}),
     "decode": ({"heads": 1, "share": 4}, {"heads": 2, "share": 2}),
     "observe": ({"heads": 1, "share": 4}, {"heads": 2, "share": 2}),
-    "merge": ({"share": 4, "queries": 1}, {"share": 2, "queries": 2}, *({"sinks": x} for x in SINKS)),
+    "merge": ({"share": 4, "queries": 1}, {"share": 2, "queries": 2}, *({"sinks": x} for x in SINKS[1:])),
     "advance": tuple({"tokens": 5, "unit": unit} for unit in ((8, 8), (4, 8), (8, 4))),
 }
 

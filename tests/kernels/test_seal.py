@@ -308,6 +308,7 @@ def test_only_what_is_due_is_written(backend, spec, side, head_dim):
             assert not torch.equal(part.view(torch.uint8)[sorted(due)], before.view(torch.uint8)[sorted(due)])
 
 
+@pytest.mark.interpreted("2c128p128", "2c32p64+4x20+16x5", "2t128p128", "8t64p64", "16t64p64", "2c16p32n+4x20+16x5")
 @pytest.mark.parametrize(("spec", "side", "head_dim"), FORMATS)
 def test_nothing_due_is_nothing_written(backend, spec, side, head_dim):
     parts, table, count, new, *call = arguments(spec, side, head_dim)

@@ -39,35 +39,17 @@ with torch.device("meta"):
 
 QWEN3_8B = get_config("qwen3-8b")
 LLAMA_31_8B = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=131072,
+    vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=8, max_position_embeddings=131072, tie_word_embeddings=False, dtype=torch.bfloat16,
     rope_parameters={
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-    tie_word_embeddings=False,
-    dtype=torch.bfloat16,
-)
+)  # fmt: skip
 TINY = LlamaConfig(
-    vocab_size=1024,
-    hidden_size=32,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=4096,
-    dtype=torch.float32,
-)
+    vocab_size=1024, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, dtype=torch.float32,
+)  # fmt: skip
 KIB, GIB = 1024, 1024**3
 
 
@@ -110,8 +92,8 @@ def test_a_filled_cache_holds_what_was_computed(tiny, reader, name):
 @pytest.mark.parametrize(
     ("name", "prompt", "chunk"),
     [
-        *((name, 190, 60) for name in ("kitty-pro", "kvarn", "arkv", "tova")),
-        *((name, 197, None) for name in ("kivi-2", "mixkvq", "saw-int4", "triaxial")),
+        *((name, 190, 60) for name in ("kitty-pro", "arkv", "tova")),
+        *((name, 197, None) for name in ("mixkvq", "saw-int4", "triaxial")),
     ],
 )
 def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
@@ -146,7 +128,7 @@ def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
 @pytest.mark.parametrize(
     ("name", "prompt", "chunk"),
     [
-        *((name, 300, None) for name in ("kitty-pro", "kivi-2", "saw-int4")),
+        *((name, 300, None) for name in ("kitty-pro", "saw-int4")),
         *((name, 601, 90) for name in ("triaxial", "arkv-origin")),
     ],
 )
