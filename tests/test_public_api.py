@@ -8,30 +8,13 @@ import pytest
 import hfkvq
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLIC = {
-    "ExpectedAttentionCache",
-    "FullCache",
-    "H2OCache",
-    "KIVICache",
-    "KVarNCache",
-    "LatentCache",
-    "PyramidKVCache",
-    "SnapKVCache",
-    "StreamingLLMCache",
-    "TOVACache",
-    "ARKVCache",
-    "MixedKVCache",
-    "KittyCache",
-    "MixKVQCache",
-    "PrefixStore",
-    "SawInt4Cache",
-    "Scheme",
-    "TriAxialCache",
-    "captured_draft",
-    "get_scheme",
-    "list_schemes",
-    "__version__",
-}
+PUBLIC = set(
+    """
+    ARKVCache ExpectedAttentionCache FullCache H2OCache KIVICache KVarNCache KittyCache LatentCache MixKVQCache
+    MixedKVCache PrefixStore PyramidKVCache SawInt4Cache Scheme SnapKVCache StreamingLLMCache TOVACache
+    TriAxialCache captured_draft get_scheme list_schemes __version__
+    """.split()
+)
 
 
 def test_all_is_exactly_the_public_api():
