@@ -13,6 +13,8 @@ from torch.torch_version import TorchVersion
 from transformers import DynamicCache
 
 from hfkvq import MixedKVCache
+from hfkvq.caches.base.model_calls import with_cache
+from hfkvq.caches.base.model_config import _cached_attention
 from tests.caches.models import build, prompt
 from tests.caches.test_hybrids import model_of as build_hybrid
 
@@ -133,6 +135,24 @@ batch_repeat_interleave batch_select_indices crop device get_mask_sizes get_max_
 is_compileable is_croppable is_initialized is_sliding keys lazy_initialization offload prefetch reorder_cache
 reset supports_early_init update values
 """.split()
+
+
+class Before:
+    def forward(self, hidden_states, past_key_values=None):
+        return past_key_values.update(hidden_states, hidden_states, 0)
+
+
+class Now:
+    """As of Transformers 5.24."""
+
+    def forward(self, hidden_states, cache=None):
+        return cache.update(hidden_states, hidden_states, 0)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Before, "past_key_values"), (Now, "cache")])
+def test_both_names_that_models_have_for_a_cache(kind, name):
+    assert with_cache(kind(), "a cache") == {name: "a cache"}
+    assert _cached_attention(kind) is kind.forward.__code__
 
 
 def kind(x):
