@@ -3,45 +3,157 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from hfkvq import MixedKVCache
-from tests.caches.driver import small
+from hfkvq.caches.attention.interface import hfkvq_attention
+from hfkvq.caches.base.model_calls import with_cache
+from tests.caches.driver import assert_same_bits, distinct, row, small, stored
+from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
 
 PRESETS = ("best-3.4", "saw-int4", "mixkvq", "arkv")
+MODEL = functools.cache(functools.partial(build, "llama", num_hidden_layers=1))
 
 
 @contextlib.contextmanager
-def default_dtype(dtype):
-    torch.set_default_dtype(dtype)
+def setting(change, value, before):
+    """A global of PyTorch with another value."""
+    change(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(torch.float32)
+        change(before)
 
 
-@contextlib.contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+class Watching(TorchFunctionMode):
+    """A mode that sees every call."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 MODES = {
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
-    "float64": lambda: default_dtype(torch.float64),
+    "none": contextlib.nullcontext,
+    "bfloat16": lambda: setting(torch.set_default_dtype, torch.bfloat16, torch.float32),
     "meta": lambda: torch.device("meta"),
-    "deterministic": deterministic,
-    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
     "inference": torch.inference_mode,
+    "deterministic": lambda: setting(torch.use_deterministic_algorithms, True, False),
+    "normal": lambda: torch.inference_mode(False),
+    "float64": lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
     "gradients": torch.enable_grad,
+    "float16": lambda: setting(torch.set_default_dtype, torch.float16, torch.float32),
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "cpu": lambda: setting(torch.set_default_device, "cpu", None),
+    "watching": Watching,
+    "operations": lambda: FlopCounterMode(display=False),
+    "no autocast": lambda: torch.autocast("cpu", enabled=False),
+    "matmul": lambda: setting(torch.set_float32_matmul_precision, "medium", "highest"),
+    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
 }
+# Capacity, and whether steps are captured.
+DRIVERS = {"growing": (None, False), "fixed": (160, False), "captured": (160, True), "captured growing": (None, True)}
+
+
+def live(model, make, modes):
+    """Logits and bits of a padded prompt, steps that seal pages and every operation on rows, each in the next mode."""
+    ids, mask = prompt(2, 57), torch.ones(2, 57, dtype=torch.long)
+    mask[0, :7] = 0
+    places, modes, out = (mask.cumsum(1) - 1).clamp(min=0), iter(modes), []
+
+    def forward(cache, first, last, **kwargs):
+        with next(modes)():
+            kwargs["position_ids"] = places[:, first:last]
+            out.append(model(ids[:, first:last], **with_cache(model, cache), **kwargs).logits.detach())
+
+    with torch.no_grad():
+        with next(modes)():
+            cache = make()
+        for first, last in ((0, 46), *((i, i + 1) for i in range(46, 54))):
+            forward(cache, first, last, attention_mask=mask[:, :last])
+        # The host counts what captured steps have done.
+        cache.integrity_check()
+        held = [stored(layer, i) for layer in cache.compressed_layers for i in range(2)]
+        for act in (
+            lambda: cache.reorder_cache(torch.tensor([1, 0], device="cpu")),
+            lambda: cache.batch_repeat_interleave(2),
+            lambda: cache.batch_select_indices([0, 2]),
+        ):
+            with next(modes)():
+                act()
+        forward(cache, 54, 57)
+        with next(modes)():
+            cache.crop(-2)
+        forward(cache, 55, 56)
+        with next(modes)():
+            cache.reset()
+        forward(cache, 0, 20)
+    cache.integrity_check()
+    return torch.cat(out, 1), held
+
+
+def assert_same(found, expected):
+    assert torch.equal(found[0], expected[0])
+    for one, other in zip(found[1], expected[1], strict=True):
+        assert_same_bits(one, other)
+
+
+def maker(name, driver, request):
+    """A function that makes caches of a preset."""
+    capacity, captures = DRIVERS[driver]
+    if captures:
+        request.getfixturevalue("captured")
+    return lambda: MixedKVCache(MODEL(), small(name), max_cache_len=capacity)
+
+
+@pytest.mark.parametrize("driver", ["growing", "captured"])
+@pytest.mark.parametrize(("turn", "name"), list(enumerate(distinct())))
+def test_modes_that_change_in_a_life(turn, name, driver, request):
+    """Each preset begins with another mode; its 17 calls go through all. In some modes no step is captured."""
+    make, modes = maker(name, driver, request), list(MODES.values())
+    expected = live(MODEL(), make, itertools.repeat(contextlib.nullcontext))
+    assert driver != "captured" or PythonGraph.made or make().graphs is None
+    turn %= len(modes)
+    assert_same(live(MODEL(), make, itertools.cycle(modes[turn:] + modes[:turn])), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("name", distinct())
+def test_modes_change_nothing(name, driver, request):
+    """Each mode for a whole life."""
+    make = maker(name, driver, request)
+    expected = live(MODEL(), make, itertools.repeat(contextlib.nullcontext))
+    for mode in MODES.values():
+        assert_same(live(MODEL(), make, itertools.repeat(mode)), expected)
+
+
+@pytest.mark.parametrize(("turn", "name"), list(enumerate(distinct())))
+def test_autocast_of_what_attention_is_given(turn, name):
+    """Keys in float32 after RoPE, values as autocast has them: bits and outputs are those of both in its dtype."""
+    capacity, dtype = (None, 160)[turn % 2], (torch.bfloat16, torch.float16)[turn // 2 % 2]
+    model, own, found = MODEL(), row(1, 60), []
+    attention, given = model.model.layers[0].self_attn, [x[None] for x in (own.queries, own.keys, own.values)]
+    for enabled in (True, False):
+        cache, out = MixedKVCache(model, small(name), max_cache_len=capacity), []
+        for first, last in ((0, 46), *((i, i + 1) for i in range(46, 54)), (54, 57)):
+            queries, keys, values = (x[:, :, first:last] for x in given)
+            values = values.to(dtype)
+            if not enabled:
+                queries, keys = queries.to(dtype), keys.to(dtype)
+            with torch.no_grad(), torch.autocast("cpu", dtype, enabled):
+                held = cache.update(keys, values, 0)
+                out.append(hfkvq_attention(attention, queries, *held, None, scaling=0.2)[0])
+        assert {x.dtype for x in out} == {dtype}
+        found.append((torch.cat(out, 1), [stored(cache.layers[0], 0)]))
+    assert_same(*found)
 
 
 def run(model, cache, mode):
@@ -57,15 +169,6 @@ def run(model, cache, mode):
         cache.batch_select_indices([0, 2])
         out.append(model(ids[:, 50:54], past_key_values=cache).logits)
         return torch.cat(out, 1)
-
-
-@pytest.mark.parametrize(("name", "capacity"), [(name, (None, 160)[i % 2]) for i, name in enumerate(PRESETS)])
-def test_modes_change_nothing(name, capacity):
-    model, logits = build("llama"), {}
-    for mode in ("none", *MODES):
-        cache = MixedKVCache(model, small(name), max_cache_len=capacity)
-        logits[mode] = run(model, cache, MODES.get(mode, contextlib.nullcontext))
-    assert {mode for mode, x in logits.items() if not torch.equal(x, logits["none"])} == set()
 
 
 @pytest.mark.parametrize(
@@ -86,18 +189,19 @@ def test_autocast_is_that_of_a_dynamic_cache(family, capacity, attach):
     torch.testing.assert_close(found[0][:, real], found[1][:, real], rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, (torch.float32, torch.float16)[i % 2]) for i, name in enumerate(PRESETS)],
-)
-def test_presets_under_autocast(name, dtype):
-    """Pages hold what comes; what a preset itself computes is not autocast, so steps are those of plain bfloat16."""
-    model = build("llama", num_hidden_layers=1).to(dtype)
-    cache = MixedKVCache(model, small(name))
-    logits = run(model, cache, lambda: torch.autocast("cpu", dtype=torch.bfloat16))
-    assert torch.isfinite(logits[:, 8:]).all()
-    assert cache.layers[0].dtype == torch.bfloat16
-    cache.integrity_check()
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("capacity", [None, 160])
+@pytest.mark.parametrize("name", PRESETS)
+def test_captured_steps_under_autocast(name, capacity):
+    """Pages hold what comes, as without captured steps."""
+    found = []
+    for graphs in (True, False):
+        make = functools.partial(MixedKVCache, MODEL(), small(name), max_cache_len=capacity, graphs=graphs)
+        found.append(live(MODEL(), make, itertools.repeat(lambda: torch.autocast("cpu", dtype=torch.bfloat16))))
+    assert PythonGraph.made
+    assert torch.isfinite(found[0][0][:, 8:]).all()
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert_same_bits(one, other)
 
 
 def test_autocast_of_some_forwards():
