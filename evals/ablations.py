@@ -1,6 +1,6 @@
 """Claims of the papers on their own parts, tried on the reference model: JSON and a picture.
 
-    python evals/ablations.py [measure | table] [--samples 12] [--parts mixkvq,arkv,triaxial]
+    PYTHONPATH=. python evals/ablations.py [measure | table] [--samples 12] [--parts mixkvq,arkv,triaxial]
 
 "measure" takes about eight minutes on a CPU core; it writes results/ablations.json and its picture.
 "table" prints the tables of README.md, which `evals/docs.py --write` puts there.
@@ -21,9 +21,9 @@ import typer
 from torch import Tensor, nn
 
 import hfkvq
+from evals.charts import BLUE, KLD, ORANGE, new_figure
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.tags import PAD, TAGS
-from hfkvq.measure.charts import BLUE, KLD, ORANGE, new_figure
 from hfkvq.measure.demo.answers import answer, kl_divergence, make_cache, predictions, read_memory, texts
 from hfkvq.measure.demo.prompts import Subject, is_right, make_batches
 from hfkvq.measure.divergence.intervals import CONFIDENCE, RESAMPLES, mean_interval

@@ -1,6 +1,6 @@
 """Accuracy of every preset on the reference model, plain and with outlier channels: JSON, pictures.
 
-    python evals/accuracy.py [measure | slice | table] [--device auto] [--samples 64] [--commit NAME]
+    PYTHONPATH=. python evals/accuracy.py [measure | slice | table] [--device auto] [--samples 64] [--commit NAME]
 
 "measure" takes minutes on a GPU and hours on a CPU; it writes results/accuracy.json and two pictures.
 With --only, of presets, options or typed forms such as best-2.5:fit=0, the rows of these are put among those that are
@@ -21,9 +21,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from evals.charts import BITS, KLD, Column, Mark, save_chart, share
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.schemes.preset import get_preset
-from hfkvq.measure.charts import BITS, KLD, Column, Mark, save_chart, share
 from hfkvq.measure.demo import Settings, choose_schemes, run_demo
 from hfkvq.measure.demo.prompts import load
 from hfkvq.measure.presets import describe

@@ -30,12 +30,12 @@ from evals import (
     several,
 )
 from evals.matrix_report import markdown as families
+from evals.preset_tables import eviction_markdown, request_fields, schemes_markdown
 from evals.shapes import get_config
 from hfkvq.caches import get_scheme
 from hfkvq.measure.bench import kernels
 from hfkvq.measure.figures import PATH as FIGURES
-from hfkvq.measure.presets import describe, eviction_markdown, schemes_markdown
-from hfkvq.serving.fields import table as request_fields
+from hfkvq.measure.presets import describe
 from hfkvq.tuning.fit import outline_of, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival
 

@@ -105,7 +105,7 @@ def picture(path: Path) -> None:
     """Divergence against bits, with intervals; the floor of rounding as a line."""
     from matplotlib.lines import Line2D
 
-    from hfkvq.measure.charts import BLACK, BLUE, GREY, RED, new_figure
+    from evals.charts import BLACK, BLUE, GREY, RED, new_figure
 
     figure, grid = new_figure(8.6, 5.2)
     axes, places, colors = grid[0][0], [], {}

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from evals.charts import Column, Mark, save_chart
 from hfkvq.measure.bench.kernels import KINDS, Record, Row, unquantized
-from hfkvq.measure.charts import Column, Mark, save_chart
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "evals" / "results", ROOT / "docs"

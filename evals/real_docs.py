@@ -126,7 +126,7 @@ def picture(path: Path) -> None:
     """Divergence against bits on both models; arrows from keys as they are to smoothed keys."""
     from matplotlib.lines import Line2D
 
-    from hfkvq.measure.charts import BLUE, GREY, RED, new_figure
+    from evals.charts import BLUE, GREY, RED, new_figure
 
     figure, grid = new_figure(11.5, 5.0, 2)
     for axes, name, title in zip(grid[0], (SMOLLM2, QWEN), ("SmolLM2-135M", "Qwen2.5-Coder-1.5B"), strict=True):

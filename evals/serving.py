@@ -294,7 +294,7 @@ def table(rows: dict[tuple[str, str, str], dict[str, Any]]) -> str:
 
 def picture(rows: dict[tuple[str, str, str], dict[str, Any]], path: Path) -> None:
     """Tokens per second by users, and requests at a time in the same bytes."""
-    from hfkvq.measure.charts import BLUE, GREEN, GREY, ORANGE, PINK, RED, new_figure
+    from evals.charts import BLUE, GREEN, GREY, ORANGE, PINK, RED, new_figure
 
     schemes = list(dict.fromkeys(scheme for *_, scheme in rows))
     ours: tuple[str, ...] = (BLUE, RED, GREEN, ORANGE, PINK)

@@ -27,9 +27,7 @@ from hfkvq.terminal import (
     input_file,
     make_console,
     pick_device,
-    picture_file,
     print_notes,
-    print_saved,
     save_json,
     split,
 )
@@ -88,23 +86,17 @@ def schemes(
         typer.Argument(metavar="NAME", help="Preset, also with options or as a file: explain it."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/schemes.md.")] = False,
 ) -> None:
     """List all presets with bits, loss, speed and description. With a NAME, explain that preset and its options."""
     from hfkvq.caches.schemes.preset import get_preset
     from hfkvq.measure import presets
 
     if name is not None:
-        if as_markdown:
-            fail("markdown: it is the table of all presets; leave the name out.")
         item = presets.explain(name, get_preset(name))
         if as_json:
             typer.echo(json.dumps(item, indent=2))
         else:
             make_console().print(presets.preset_page(item))
-        return
-    if as_markdown:
-        typer.echo(f"{presets.schemes_markdown()}\n\n{presets.eviction_markdown()}")
         return
     if as_json:
         typer.echo(json.dumps(presets.describe_all(), indent=2))
@@ -138,7 +130,6 @@ def demo(
     outliers: Outliers = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the questions.")] = 0,
     json_file: JsonFile = None,
-    png_file: Annotated[Path | None, picture_file("Save the table as a picture.", "--png")] = None,
 ) -> None:
     """Compare caches on short tasks: memory, right answers, divergence from DynamicCache, speed."""
     if outliers is not None and model not in (None, "reference"):
@@ -179,9 +170,6 @@ def demo(
     for command, use in steps:
         console.print(f"{command:<{width}}  {use}", highlight=False)
     save_json(console, record, json_file)
-    if png_file is not None:
-        report.save_picture(record, png_file)
-        print_saved(console, png_file)
 
 
 def _chat_format(given: str | None) -> ChatFormat | None:
@@ -206,9 +194,8 @@ def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def tag(
     tokenizer: Annotated[str, typer.Option(help="Tokenizer with a chat template: a folder or a name on the Hub.")],
     messages: Annotated[
-        Path, input_file("JSON Lines: one message, or one list of messages, per line; or one JSON list.")
+        Path, input_file("JSON Lines: a message, or a conversation as for calibrate, per line; or one JSON list.")
     ],
-    tools: Annotated[Path | None, input_file("Tool schemas, JSON or JSON Lines.")] = None,
     chat_format: Annotated[
         str | None,
         typer.Option("--format", help=r"Name of a chat format, or a .json or .toml file. \[default: by the template]"),
@@ -222,19 +209,20 @@ def tag(
     from hfkvq import tagging_cli
     from hfkvq.caches.tags import Tagger
     from hfkvq.measure.models import find_model, load_processor
+    from hfkvq.tuning.conversations import encode
 
     form = _chat_format(chat_format)
-    conversations = tagging_cli.read_conversations(messages, tools)
+    conversations = tagging_cli.read_conversations(messages)
     logging.set_verbosity_error()
     reader = _load_tokenizer(tokenizer)
     found = []
-    shown = any(tagging_cli.with_images(one) for one in conversations)
+    shown = any(one.images for one in conversations)
     maker = load_processor(find_model(tokenizer)) if shown else reader
     if not maker.chat_template:
         fail(f"tokenizer: {tokenizer!r} has no chat template, so it cannot write a conversation.")
     tagger = Tagger.from_tokenizer(maker, form)
     for one in conversations:
-        ids = tagging_cli.token_ids(one, maker, generation_prompt)
+        ids = encode(one, maker, generation_prompt)[0]
         found.append(tagging_cli.tagged(ids, [tagger.names[k] for k in tagger.tag(ids)[0].tolist()], reader))
     if as_json:
         name = tagger.grammar.format.name if tagger.grammar else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -13,12 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hfkvq.bounded import json_lines, parse_json, read_bounded
-from hfkvq.terminal import fail
+from hfkvq.tuning.conversations import Conversation, parse_conversation
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from hfkvq.tuning.conversations import Conversation as ShownConversation
 
 # The semantic axis is the colour, the temporal axis how strong it is.
 _COLOURS = {
@@ -31,14 +29,6 @@ _COLOURS = {
     "delim": "bright_black",
 }
 _STRENGTHS = {"older": "dim", "turn_m2": "dim", "turn_m1": "", "current": "bold"}
-
-
-@dataclass
-class Conversation:
-    """Messages and tool schemas, as a chat template takes them."""
-
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None = None
 
 
 @dataclass
@@ -69,86 +59,25 @@ def tagged(ids: Sequence[int], tags: Sequence[str], tokenizer: Any) -> Tagged:
     return found
 
 
-def read_conversations(path: Path, tools_path: Path | None) -> list[Conversation]:
+def read_conversations(path: Path) -> list[Conversation]:
     """Conversations of a file: one message a line, or one conversation a line, or one JSON document of either.
 
-    Ends the command where the file holds something else.
+    Raises:
+        ValueError: the file holds something else, or mixes messages and conversations.
     """
-    tools = None if tools_path is None else [_tool(given) for given in _read_json("tools", tools_path)]
-    found, loose = [], []
-    for given in _read_json("messages", path):
-        if isinstance(given, dict) and "role" in given:
-            loose.append(given)
-        elif isinstance(given, dict) and isinstance(given.get("messages"), list):
-            found.append(Conversation(given["messages"], given.get("tools") or tools))
-        elif isinstance(given, list):
-            found.append(Conversation(given, tools))
-        else:
-            fail(
-                f"messages: {path} holds {str(given)[:60]!r}, allowed messages, lists of them, or {{'messages': ...}}."
-            )
-    if loose and found:
-        fail(f"messages: {path} mixes messages and conversations; write only one kind, one per line.")
-    return found or [Conversation(loose, tools)]
-
-
-def _read_json(option: str, path: Path) -> Iterator[Any]:
-    """Entries of a file of JSON or of lines of it."""
     try:
         text = read_bounded(path)
-    except (OSError, ValueError) as error:
-        fail(f"{option}: {path} cannot be read: {error}")
-    try:
-        whole = parse_json(text)
-    except ValueError:
         try:
+            whole = parse_json(text)
+        except ValueError:
             whole = [line for _, line in json_lines(text)]
-        except ValueError as error:
-            fail(f"{option}: {path}: {error}.")
-    yield from whole if isinstance(whole, list) else [whole]
-
-
-def with_images(given: Conversation) -> ShownConversation | None:
-    """The conversation for a processor if it shows images or videos, else None.
-
-    Raises:
-        ValueError: it is no conversation.
-    """
-    from hfkvq.tuning.conversations import parse_conversation
-
-    if not any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in given.messages):
-        return None
-    found = parse_conversation({"messages": given.messages, "tools": given.tools})
-    return found if found.images else None
-
-
-def token_ids(given: Conversation, tokenizer: Any, generation_prompt: bool) -> list[int]:
-    """Token ids of a conversation; of one with images ``tokenizer`` is the model's processor.
-
-    Raises:
-        ValueError: the chat template refuses the messages, or this is no processor, or an image cannot be read.
-    """
-    from jinja2 import TemplateError
-
-    from hfkvq.tuning.conversations import encode
-
-    shown = with_images(given)
-    if shown is not None:
-        return encode(shown, tokenizer, generation_prompt)[0]
-    options = {"tools": given.tools, "tokenize": False, "add_generation_prompt": generation_prompt}
-    try:
-        text = tokenizer.apply_chat_template(given.messages, **options)
-    except (TemplateError, TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"messages: the chat template refuses them: {error}") from error
-    ids: list[int] = getattr(tokenizer, "tokenizer", tokenizer).encode(str(text), add_special_tokens=False)
-    return ids
-
-
-def _tool(given: Any) -> dict[str, Any]:
-    """A schema as templates take it; benchmarks often store the inner part alone."""
-    if not isinstance(given, dict):
-        fail(f"tools: got {str(given)[:60]!r}, allowed schemas of functions, which are JSON objects.")
-    return given if "function" in given else {"type": "function", "function": given}
+        entries = whole if isinstance(whole, list) else [whole]
+        loose = [isinstance(given, dict) and "role" in given for given in entries]
+        if any(loose) and not all(loose):
+            raise ValueError("it mixes messages and conversations; write only one kind, one per line")
+        return [parse_conversation(given) for given in ([entries] if all(loose) else entries)]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"messages: {path} cannot be read: {error}.") from None
 
 
 def style_of(tag: str) -> str:

@@ -19,7 +19,7 @@ from hfkvq.cli import app
 
 COMMAND = typer.main.get_command(app)
 
-OUTPUTS = {"out", "json_file", "png_file", "png"}
+OUTPUTS = {"out", "json_file", "png"}
 """Parameters of files that are written; all other paths are read."""
 
 MODELS = ["/no/such/folder", "./none", "{folder}", "{missing}.gguf", "{empty}.gguf", "{model}"]
@@ -53,7 +53,6 @@ WRONG: dict[str, list[str]] = {
     "host": ["no.such.host.invalid", "", "999.1.1.1"],
     "sizes": ["abc", "1x", "x1k", "0x1k", "1x0", "1xabc", ","],
     "chat_format": ["nosuch", "{missing}.json", "{empty}.json", "{garbage}.toml", "{list}.json", "{folder}.json"],
-    "without": ["nosuch", ""],
 }  # fmt: skip
 """Wrong values of every parameter that is a text; a new one needs an entry."""
 

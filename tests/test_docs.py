@@ -11,12 +11,12 @@ import torch
 import typer
 
 import hfkvq
+from evals.preset_tables import schemes_markdown
 from hfkvq import caches
 from hfkvq.caches import get_scheme, list_schemes
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.schemes import base
 from hfkvq.cli import app
-from hfkvq.measure.presets import schemes_markdown
 
 # PyTorch looks up once which functions a device context redirects; it must not find the poisoned ones of `everywhere`.
 with torch.device("meta"):

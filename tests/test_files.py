@@ -21,24 +21,11 @@ from hfkvq.kernels.triton import configs
 from hfkvq.measure.bench import kernels
 from hfkvq.measure.divergence.windows import read_file
 from hfkvq.tuning.conversations import load_conversations
-from hfkvq.tuning.layerwise import LayerPlan
 from hfkvq.tuning.sensitivity import Sensitivity
 from hfkvq.tuning.storage import open_storage
 from hfkvq.tuning.study import load_study
 
-SCORE = {"value": 0.5, "code_bits": 2.0, "total_bits": 3.0}
 PRESET = get_preset("kitty", {"0": "full"}).to_dict()
-PLAN = {
-    "kind": "hfkvq layer plan",
-    "preset": PRESET,
-    "origin": {},
-    "base": PRESET,
-    "candidates": {"full": {"scheme": "full"}},
-    "start": SCORE,
-    "table": [{"layer": 0, "candidate": "full", "score": SCORE}],
-    "steps": [{"changes": [[0, "full"]], "score": SCORE, "kept": True}],
-    "compared": [],
-}
 ORIGIN = {"model": "m", "config": "c", "template": "t", "data": "d", "requests": 1, "layers": [0], "versions": {}}
 TAG = "older|text|obs"
 JOURNAL = {"op_code": 0, "worker_id": "w", "study_name": "s", "directions": [1]}
@@ -69,7 +56,6 @@ def read_study(path: Path) -> None:
 READERS = {
     "table": (BitTable.load, None),
     "preset": (Preset.load, {"kind": "hfkvq preset", "scheme": PRESET, "origin": {}}),
-    "plan": (LayerPlan.load, PLAN),
     "sensitivity": (
         Sensitivity.load,
         {

@@ -79,12 +79,12 @@ def test_files_of_messages(tokenizer, tmp_path, messages, text):
     assert found == [wanted] * (1 if text.startswith("[{") and "\n" not in text else 2)
 
 
-def test_tools_and_a_format_by_name(tokenizer, tmp_path, messages):
-    tools = tmp_path / "tools.jsonl"
-    tools.write_text('{"name": "sky"}\n{"type": "function", "function": {"name": "sea"}}\n', encoding="utf-8")
-    done = run("--tokenizer", tokenizer, "--messages", messages, "--tools", tools, "--format", "chatml")
-    assert done.exit_code == 0, done.output
+def test_tools_and_a_format_by_name(tokenizer, tmp_path):
     written = [{"type": "function", "function": {"name": name}} for name in ("sky", "sea")]
+    path = tmp_path / "tools.jsonl"
+    path.write_text(json.dumps({"messages": MESSAGES, "tools": written}) + "\n", encoding="utf-8")
+    done = run("--tokenizer", tokenizer, "--messages", path, "--format", "chatml")
+    assert done.exit_code == 0, done.output
     assert json.dumps(json.dumps(written)) in done.output
 
 

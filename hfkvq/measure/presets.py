@@ -33,7 +33,7 @@ from hfkvq.caches.schemes.preset import Preset
 from hfkvq.kernels.pages import PageFormat, Side
 
 from .figures import figure, figures
-from .tables import NOTHING, markdown_table, narrow_table, number, small_number
+from .tables import NOTHING, narrow_table, number, small_number
 
 _ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")
 _SEE = re.compile(r"see `\w+`[;.]?\s*")
@@ -296,45 +296,6 @@ def step_words(item: dict[str, Any]) -> list[str]:
         by_reason.setdefault(reason, []).append(choice)
     lines += [f"not captured with {' or '.join(choices)}: {reason}" for reason, choices in by_reason.items()]
     return lines
-
-
-def _paper_words(item: dict[str, Any]) -> str:
-    number = item["paper"].removeprefix("arXiv:")
-    link = item["paper"] if number == item["paper"] else f"[{number}](https://arxiv.org/abs/{number})"
-    return f"baseline in {link}" if item["group"] == "baseline" else link
-
-
-def _markdown_rows() -> Iterator[tuple[str, ...]]:
-    names: dict[Scheme, list[str]] = {}
-    for name in in_order():
-        names.setdefault(get_scheme(name), []).append(name)
-    for scheme, own in names.items():
-        item = describe(own[0], scheme)
-        if item["group"] == "eviction":
-            continue
-        known = ", ".join(f"`{name}`" for name in own) + (" (default)" if DEFAULT_SCHEME in own else "")
-        # An alias says nothing of its own.
-        purpose = next((text for name in own if (text := entry_of(name)[1].purpose)), item["purpose"])
-        values = "as the keys" if item["values"] == item["keys"] else item["values"]
-        bits = bits_words(item["long_context_bits"])
-        yield known, purpose, bits, item["keys"], values, item["whole"], _paper_words(item)
-
-
-def eviction_markdown() -> str:
-    """Table of the schemes that only evict, whose pages are any other scheme's."""
-    lines = ["| name | description | tokens kept | paper |", "|---|---|---|---|"]
-    for name in in_order():
-        if entry_of(name)[1].group == "eviction":
-            item = describe(name, get_scheme(name))
-            lines.append(f"| `{name}` | {item['purpose']} | {item['stays']} | {_paper_words(item)} |")
-    return "\n".join(lines)
-
-
-def schemes_markdown() -> str:
-    """The table of docs/schemes.md: a row for each scheme with its knobs; without those that only evict."""
-    return markdown_table(
-        ("name", "description", "bits", "keys", "values", "kept in 16 bits", "paper"), _markdown_rows()
-    )
 
 
 # The table and the page of `hfkvq schemes`.

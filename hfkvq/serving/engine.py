@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -106,6 +106,8 @@ class CompressedManager(ContinuousBatchingManager):
         self.usual = tokens or USUAL_TOKENS
         # Arguments of logits processors by request, for callers that cannot pass them to `add_request`.
         self.sampling: dict[str, dict[str, Any]] = {}
+        # Graphs of equal batches are captured once for each value: logits processors may differ by step.
+        self.graph_variant: Callable[[], Any] = lambda: None
         # Whether this thread adds several requests at once, who shall not fail together.
         self._several = threading.local()
         config = copy.deepcopy(given["continuous_batching_config"])
@@ -218,6 +220,9 @@ class CompressedManager(ContinuousBatchingManager):
             processor = super()._create_batch_processor()
         spread_short_requests(processor.scheduler)
         processor.cache.update = partial(_handed_on, processor.cache)
+        io: Any = processor.inputs_and_outputs
+        for each in [pair.device_io for pair in io.io_pairs] if hasattr(io, "io_pairs") else [io]:
+            each._get_graph_key = lambda key=each._get_graph_key: (*key(), self.graph_variant())
         for pages in processor.cache.cache_allocators.values():
             assert isinstance(pages, CompressedPages)
             pages.settle(processor.cache)

@@ -338,12 +338,3 @@ def check(endpoint: str, body: dict[str, Any], model: str) -> None:
         raise RefusedRequest("model", got(body["model"], f"the served model {model!r}"))
     if "max_tokens" in body and body.get("max_completion_tokens", body["max_tokens"]) != body["max_tokens"]:
         raise RefusedRequest("max_tokens", got(body["max_tokens"], "the same as max_completion_tokens; leave one out"))
-
-
-def table() -> str:
-    """The table of docs/serving.md: a row for each field."""
-    lines = [f"| field | {' | '.join(ENDPOINTS)} |", "|---|---|---|---|"]
-    for name, rules in FIELDS.items():
-        cells = ("" if rule is None else rule.allowed or "refused" for rule in rules)
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig
 from transformers.cli.serving.utils import CBGenerateManager, _StreamError, response_events_to_chunks
-from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessor,
+    ContinuousBatchingTopPLogitsWarper,
+)
 
 from hfkvq.caches import Scheme
 from hfkvq.measure.models import Source, load_model, load_tokenizer, read_config
@@ -64,6 +67,26 @@ class GreedyRows(ContinuousBatchingLogitsProcessor):
         best = scores.argmax(-1, keepdim=True)
         only = torch.full_like(scores, -torch.inf).scatter_(-1, best, 0.0)
         return torch.where(tensor_arg[: len(scores), None] != 0, only, scores)
+
+
+class SharedTopP(ContinuousBatchingTopPLogitsWarper):
+    """top_p of each request, left out of steps in which no request has one below 1: it sorts the whole vocabulary.
+
+    Attributes:
+        needed: True if a request of the batch that was prepared last has top_p below 1.
+    """
+
+    needed = True
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
+        """top_p of each request, f32 viewed as i32 (N,); notes on the host whether the step needs them."""
+        given = [request.state.logit_processor_kwargs.get("top_p", self.top_p) for request in requests_with_new_token]
+        self.needed = any(top_p < 1 for top_p in given)
+        return super().prepare_tensor_args(requests_with_new_token)
+
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        """Scores f32 (N, V), with minus infinity for tokens outside of top_p."""
+        return super().__call__(scores, tensor_arg) if self.needed else scores
 
 
 class StopStream:
@@ -144,6 +167,14 @@ class Answers(CBGenerateManager):
         shared.update(do_sample=True, temperature=0.5, top_p=0.5, use_cache=False)
         self._cb = model.init_continuous_batching(shared, self._cb_config)
         processors = self._cb.logit_processor
+        at, plain = next(
+            (at, each)
+            for at, each in enumerate(processors.logits_processor)
+            if isinstance(each, ContinuousBatchingTopPLogitsWarper)
+        )
+        shared_top_p = processors.logits_processor[at] = SharedTopP(plain)
+        # Steps with and without top_p are two captured graphs.
+        self._cb.graph_variant = lambda: shared_top_p.needed
         processors.logits_processor.append(GreedyRows())
         processors.tensors_required += 1
         processors._retrieve_processors_kwargs()
@@ -165,10 +196,11 @@ class Answers(CBGenerateManager):
             raise LongAnswer(f"got {new}, allowed up to {limit - tokens} after {tokens} of the prompt, since {reason}.")
         config.max_new_tokens = min(USUAL_ANSWER, limit - tokens) if new is None else new
         temperature = self.temperature if config.temperature is None else config.temperature
+        greedy = temperature < GREEDY
         self._cb.sampling[request_id] = {
-            "greedy": temperature < GREEDY,
-            "temperature": 1.0 if temperature < GREEDY else float(temperature),
-            "top_p": float(self.top_p if config.top_p is None else config.top_p),
+            "greedy": greedy,
+            "temperature": 1.0 if greedy else float(temperature),
+            "top_p": 1.0 if greedy else float(self.top_p if config.top_p is None else config.top_p),
         }
 
     def _cancel(self, request_id: str) -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .calibration import calibrate
     from .conversations import Conversation, load_conversations, parse_conversation
     from .layerwise import LayerPlan, tune_layers
-    from .objectives import Custom, LmEvalTasks, ReferenceTasks, TextKLD, Timed
+    from .objectives import LmEvalTasks, ReferenceTasks, TextKLD, Timed
     from .room import fit_room, measure_room
     from .score import Score
     from .sensitivity import Sensitivity
@@ -24,7 +24,7 @@ _HOMES = {
     "calibrate": "calibration",
     **dict.fromkeys(("Conversation", "load_conversations", "parse_conversation"), "conversations"),
     **dict.fromkeys(("LayerPlan", "tune_layers"), "layerwise"),
-    **dict.fromkeys(("Custom", "LmEvalTasks", "ReferenceTasks", "TextKLD", "Timed"), "objectives"),
+    **dict.fromkeys(("LmEvalTasks", "ReferenceTasks", "TextKLD", "Timed"), "objectives"),
     **dict.fromkeys(("fit_room", "measure_room"), "room"),
     "Score": "score",
     "Sensitivity": "sensitivity",
@@ -34,7 +34,6 @@ _HOMES = {
 
 __all__ = [
     "Conversation",
-    "Custom",
     "LayerPlan",
     "LmEvalTasks",
     "ReferenceTasks",

@@ -146,11 +146,11 @@ class Point:
     table: BitTable
 
 
-def sweep(sensitivity: Sensitivity, budgets: Iterable[float], without: str | None = None) -> list[Point]:
+def sweep(sensitivity: Sensitivity, budgets: Iterable[float]) -> list[Point]:
     """Tables of several budgets, to choose the smallest that a task tolerates (section 3.1.4)."""
     points = []
     for budget in budgets:
-        table = make_table(sensitivity, budget, without)
+        table = make_table(sensitivity, budget)
         total = sum(sensitivity.counts[tag] for tag in table.bits)
         wide = sum(sensitivity.counts[tag] for tag, bits in table.bits.items() if bits == 4)
         error = sum(sensitivity.distortion[tag][bits == 4] for tag, bits in table.bits.items())

@@ -75,7 +75,6 @@ def calibrate(
     tagger: Tagger | None = None,
     layers: int = 6,
     shared_inst: bool = True,
-    all_queries: bool = False,
     max_tokens: int | None = None,
     group_size: int = 32,
     progress: Callable[[float], None] | None = None,
@@ -93,7 +92,6 @@ def calibrate(
         tagger: in place of the tokenizer's.
         layers: number of layers measured, evenly spread over those that a cache compresses (the paper: four to six).
         shared_inst: see `count_tokens`.
-        all_queries: measure at every position of the prompt, not at the new ones only.
         max_tokens: leave out requests that are longer; None takes all.
         group_size: elements that share a scale.
         progress: called with the finished share.
@@ -129,8 +127,7 @@ def calibrate(
         present = [(int(tag), (tags == tag).nonzero()[:, 0]) for tag in tags.unique() if int(tag) != PAD]
         for tag, columns in present:
             counts.setdefault(TAGS[tag], []).append(len(columns))
-        first = 0 if all_queries else request.first_new
-        for i, captured in enumerate(capture(model, request.ids, which, first, request.inputs)):
+        for i, captured in enumerate(capture(model, request.ids, which, request.first_new, request.inputs)):
             exact = captured.attend(captured.keys.float(), captured.values.float())
             for tag, columns in present:
                 for bits in WIDTHS:

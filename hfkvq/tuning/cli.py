@@ -41,9 +41,6 @@ def calibrate(
     samples: Annotated[int | None, typer.Option(min=1, help="Use only this many conversations.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers to measure, evenly spread.")] = 6,
     max_tokens: Annotated[int | None, tokens_option("Leave out longer requests.")] = None,
-    all_queries: Annotated[
-        bool, typer.Option("--all-queries", help="Measure at every token, not only at what is new in a request.")
-    ] = False,
     shared_inst: Annotated[
         bool, typer.Option(help="Whether requests share one copy of their instructions (prefix caching).")
     ] = True,
@@ -70,7 +67,6 @@ def calibrate(
                 conversations,
                 layers=layers,
                 shared_inst=shared_inst,
-                all_queries=all_queries,
                 max_tokens=max_tokens,
                 progress=lambda share: show("calibrating", share),
             )
@@ -91,9 +87,6 @@ def allocate(
     sensitivity: Annotated[Path, input_file("File that hfkvq calibrate wrote.", argument=True)],
     budget: Annotated[float | None, number_option("Mean code bits per token.", low=2, high=4)] = None,
     out: Annotated[Path | None, output_file("Where to write the table, as JSON.")] = None,
-    without: Annotated[
-        str | None, typer.Option(help="Ignore one axis of the tags: temporal, modal or semantic.")
-    ] = None,
 ) -> None:
     """Give each tag 2 or 4 bits within a budget (TriAxialKV); without --budget, show the result of several budgets."""
     if out is not None and budget is None:
@@ -104,8 +97,8 @@ def allocate(
 
     found = Sensitivity.load(sensitivity)
     budgets = [round(2 + step / 10, 1) for step in range(21)] if budget is None else [budget]
-    points = sweep(found, budgets, without)
-    table = None if budget is None else make_table(found, budget, without)
+    points = sweep(found, budgets)
+    table = None if budget is None else make_table(found, budget)
     console = make_console()
     console.print(_sweep(points))
     if table is not None:

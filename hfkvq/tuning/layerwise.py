@@ -8,25 +8,19 @@ those of the most promising changes ("lazy greedy", which is exact where gains o
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import hfkvq
-from hfkvq.bounded import DAMAGE
 from hfkvq.caches.schemes.base import Scheme, get_scheme, list_schemes
 from hfkvq.caches.schemes.preset import Preset, get_preset
-from hfkvq.caches.tags.bit_table import read_json
 from hfkvq.measure.divergence.intervals import mean_interval
 from hfkvq.measure.records import now
 
 from .score import Cost, Objective, Score
-
-KIND = "hfkvq layer plan"
 
 EDGES = 2
 """Layers at either end that the naive rule keeps whole."""
@@ -60,11 +54,11 @@ class LayerStep:
     """A change that was accepted.
 
     Attributes:
-        changes: (layer, candidate) pairs: one, two where one layer pays for another, or those of all layers.
+        changes: (layer, candidate) pair.
         gain: how much better the value became, measured at this step; negative where bits had to be saved.
         noise: bound that a gain had to exceed.
         score: after the step.
-        reason: "raise", "exchange", "uniform", or "lower" where the base was over the budget.
+        reason: "raise", or "lower" where the base was over the budget.
     """
 
     changes: tuple[tuple[int, str], ...]
@@ -109,7 +103,6 @@ class LayerPlan:
         steps: accepted changes, in order.
         stopped: reason why no further step was made.
         compared: the plan, the base and the naive rule.
-        origin: versions, date and the like.
     """
 
     preset: Preset
@@ -125,7 +118,6 @@ class LayerPlan:
     steps: tuple[LayerStep, ...]
     stopped: str
     compared: tuple[Compared, ...] = ()
-    origin: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def score(self) -> Score:
@@ -152,54 +144,6 @@ class LayerPlan:
         if chosen == self.base.by_layer(self.layers)[layer]:
             return None
         return next(name for name, scheme in self.candidates.items() if scheme == chosen)
-
-    def save(self, path: str | Path) -> None:
-        """Writes everything as JSON; ``preset.save`` writes the choice alone, as caches take it."""
-        values = {"kind": KIND, **_plain(self)}
-        Path(path).write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-    @staticmethod
-    def load(path: str | Path) -> LayerPlan:
-        """Reads a plan that `save` wrote.
-
-        Raises:
-            ValueError: there is no such file, or it holds something else.
-        """
-        values = read_json(path, KIND, "plan", "LayerPlan.save")
-        try:
-            read = {name: _scored(value) for name, value in values.items() if name != "kind"}
-            read["preset"] = get_preset(values["preset"], origin=values["origin"])
-            read["base"] = get_preset(values["base"])
-            read["candidates"] = {name: Scheme.from_dict(each) for name, each in values["candidates"].items()}
-            read["start"] = Score.from_dict(values["start"])
-            read["table"] = tuple(LayerCell(**cell) for cell in read["table"])
-            read["steps"] = tuple(
-                LayerStep(**{**step, "changes": tuple((int(at), str(name)) for at, name in step["changes"])})
-                for step in read["steps"]
-            )
-            read["compared"] = tuple(Compared(**{**x, "preset": get_preset(x["preset"])}) for x in read["compared"])
-            return LayerPlan(**read)
-        except DAMAGE as error:
-            raise ValueError(f"plan: {path} is damaged ({error!r}); make it again with tune_layers.") from None
-
-
-def _plain(thing: Any) -> Any:
-    """A plan as JSON has it."""
-    if isinstance(thing, (Preset, Scheme, Score)):
-        return thing.to_dict()
-    if is_dataclass(thing):
-        return {each.name: _plain(getattr(thing, each.name)) for each in fields(thing)}
-    if isinstance(thing, Mapping):
-        return {key: _plain(value) for key, value in thing.items()}
-    return [_plain(each) for each in thing] if isinstance(thing, tuple) else thing
-
-
-def _scored(rows: Any) -> Any:
-    """Rows of JSON with their scores; anything else as it is."""
-    if not isinstance(rows, list):
-        return rows
-    scores = ("score", "held_out")
-    return [{k: Score.from_dict(v) if k in scores and v else v for k, v in row.items()} for row in rows]
 
 
 def override(base: Preset, own: Sequence[Scheme]) -> Preset:
@@ -333,28 +277,6 @@ class _Search:
             if scheme != schemes[self.state[layer]]
         ]
 
-    def exchanges(self) -> list[Move]:
-        """Changes of two layers, one of which gives the room that the other takes and did not have."""
-        expected, room = {move: self.expected(move) for move in self.singles()}, self.room
-        gives = [(move, cost) for move, (_, cost) in expected.items() if cost < 0]
-        takes = [(move, cost) for move, (gain, cost) in expected.items() if cost > room and gain > 0]
-        return [
-            give + take
-            for (give, saved), (take, cost) in itertools.product(gives, takes)
-            if give[0][0] != take[0][0] and saved + cost <= room
-        ]
-
-    def uniform(self) -> _Trial | None:
-        """The best candidate for all layers at once, if it gains more than noise.
-
-        Single changes may gain nothing where errors of several layers hide each other.
-        """
-        moves = [tuple((layer, k) for layer in self.places) for k in range(1, len(self.candidates) + 1)]
-        fitting = [move for move in moves if self.expected(move)[1] <= self.room]
-        tried = [self.attempt(move) for move in fitting if self.preset(move) != self.preset()]
-        sure = [trial for trial in tried if trial.gain > trial.noise and trial.cost <= self.room]
-        return max(sure, key=lambda trial: (trial.gain, -trial.cost), default=None)
-
     def best(self, moves: Sequence[Move], by: str) -> _Trial | None:
         """The best of the changes; those that promise most are measured again, `top` at the most.
 
@@ -376,15 +298,11 @@ class _Search:
                 found = tried
         return found
 
-    def next(self) -> tuple[_Trial | None, str]:
-        """The next change and its reason; None if nothing more is changed."""
+    def next(self) -> _Trial | None:
+        """The next change; None if nothing more is changed."""
         singles = self.singles()
         # Noise may hide the gains of cheap changes, so those of greatest gain are tried before the search ends.
-        if trial := self.best(singles, "ratio") or self.best(singles, "gain"):
-            return trial, "raise"
-        if trial := self.best(self.exchanges(), "gain"):
-            return trial, "exchange"
-        return self.uniform(), "uniform"
+        return self.best(singles, "ratio") or self.best(singles, "gain")
 
     def stopped(self) -> str:
         """Why nothing more is changed."""
@@ -432,9 +350,7 @@ def tune_layers(
 
     The base is measured, then the base with each layer changed to each candidate, one at a time. From there the change
     of greatest gain per bit is made, again and again, until nothing more fits into the budget or gains more than noise.
-    Where a change does not fit, another layer may pay for it with a cheaper candidate. Where one candidate for all
-    layers fits and would be better than the steps' result, they go on from there. A base over the budget is
-    first lowered to it, at the least loss per bit.
+    A base over the budget is first lowered to it, at the least loss per bit.
 
     An objective that reports at least four parts (`TextKLD(..., parts=4)`) is compared part by part, on the same
     samples: a gain counts if its 95 % interval is above zero. Otherwise it must exceed half the interval of the better
@@ -508,7 +424,7 @@ def tune_layers(
             if trial is None or trial.cost >= 0:
                 raise unreachable(search.spent())
         else:
-            trial, reason = search.next()
+            trial, reason = search.next(), "raise"
             if trial is None:
                 break
         search.state.update(dict(trial.move))
@@ -550,7 +466,6 @@ def tune_layers(
         tuple(steps),
         stopped,
         tuple(compared),
-        origin,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -88,7 +88,6 @@ class LmEvalTasks:
         tasks: names, with the metric where it is not the task's first: ``"gsm8k:exact_match,strict-match"``.
         samples: numbers of the documents, the same for every task.
         task_manager: of lm-eval, for tasks of other folders.
-        parts: number of reports in a trial.
         **options: of lm-eval's `simple_evaluate`, e.g. ``num_fewshot``.
     """
 
@@ -102,14 +101,13 @@ class LmEvalTasks:
         samples: Sequence[int],
         *,
         task_manager: Any = None,
-        parts: int = 1,
         **options: Any,
     ) -> None:
         if not tasks or not samples:
             raise ValueError(f"tasks, samples: got {len(tasks)} and {len(samples)}, allowed one or more of each.")
         self.model, self.samples, self.options = model, list(samples), options
         self.metrics = {name: metric or None for name, _, metric in (task.partition(":") for task in tasks)}
-        self.task_manager, self.parts = task_manager, max(1, min(parts, len(samples)))
+        self.task_manager = task_manager
 
     def __call__(self, preset: Preset, report: Report | None = None) -> Score:
         """Tasks count alike; the interval is over samples."""
@@ -118,23 +116,16 @@ class LmEvalTasks:
         # Arguments of `simple_evaluate` are hidden by its decorator.
         evaluate: Any = lm_eval.simple_evaluate
         self.model.use(preset)
-        right: dict[str, list[float]] = {task: [] for task in self.metrics}
-        cost: dict[str, Any] = {}
-        for step, numbers in enumerate(_split(self.samples, self.parts)):
-            results = evaluate(
-                self.model,
-                tasks=list(self.metrics),
-                samples={task: numbers for task in self.metrics},
-                task_manager=self.task_manager,
-                bootstrap_iters=0,
-                **self.options,
-            )
-            for task, metric in self.metrics.items():
-                right[task] += _values(results["samples"], task, metric)
-            # Costs since `use`: those of the last part are of all.
-            cost = results["config"]["kvq"]
-            if report is not None:
-                report(step, _mean([_mean(values) for values in right.values()]))
+        results = evaluate(
+            self.model,
+            tasks=list(self.metrics),
+            samples={task: self.samples for task in self.metrics},
+            task_manager=self.task_manager,
+            bootstrap_iters=0,
+            **self.options,
+        )
+        right = {task: _values(results["samples"], task, metric) for task, metric in self.metrics.items()}
+        cost = results["config"]["kvq"]
         whole = [value for values in right.values() for value in values]
         low, high = mean_interval(whole) or (None, None)
         value = _mean([_mean(values) for values in right.values()])
@@ -145,10 +136,6 @@ class LmEvalTasks:
 
 def _known(bits: float) -> float | None:
     return None if math.isnan(bits) else bits
-
-
-def _split(numbers: list[int], parts: int) -> list[list[int]]:
-    return [numbers[at::parts] for at in range(parts)]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -200,15 +187,13 @@ class ReferenceTasks:
 
         right: list[float] = []
         held = bf16 = bits = keys = most = 0.0
-        for step, batch in enumerate(self.batches):
+        for batch in self.batches:
             found = answer(self.subject, batch, make_cache(self.subject.model, preset, self.subject.tokenizer))
             written = texts(self.subject, found)
             right += [is_right(self.subject, x, text) for x, text in zip(batch.examples, written, strict=True)]
             memory = read_memory(found.cache, batch.mask)
             held, bf16, most = held + memory.held, bf16 + memory.bf16, max(most, memory.held)
             bits, keys = bits + memory.code_bits * memory.bf16, keys + memory.key_bits * memory.bf16
-            if report is not None:
-                report(step, _mean(right))
         low, high = mean_interval(right) or (None, None)
         spread = {"samples": len(right), "low": low, "high": high}
         return Score(_mean(right), 16 * held / bf16, bits / bf16, most, key_bits=_known(keys / bf16), **spread)
@@ -256,23 +241,3 @@ class Timed:
             if step >= 4:
                 times.append(clock(device) - begin)
         return 1000 * sorted(times)[len(times) // 2]
-
-
-class Custom:
-    """A user's function of the preset as an objective.
-
-    Args:
-        function: returns a `Score`.
-        name: of the value.
-        direction: "minimize" or "maximize".
-    """
-
-    def __init__(
-        self, function: Callable[[Preset], Score], name: str, direction: Literal["minimize", "maximize"]
-    ) -> None:
-        self.function, self.name = function, name
-        self.direction: Literal["minimize", "maximize"] = direction
-
-    def __call__(self, preset: Preset, report: Report | None = None) -> Score:
-        """Calls it; nothing is reported, so nothing is pruned."""
-        return self.function(preset)

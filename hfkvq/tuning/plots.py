@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from hfkvq.caches.layers import KVLayer
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels.decode import run_count
-from hfkvq.measure.charts import BLACK, BLUE, GREEN, GREY, ORANGE, RED, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
 
     from .layerwise import LayerPlan
     from .sensitivity import Sensitivity
+
+# Colours of Okabe and Ito, which the colour-blind can tell apart.
+BLUE, ORANGE, GREEN, RED, GREY, BLACK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999", "#222222"
 
 _TENSORS = {4: ("high_index", "high"), 16: ("full_index", "full")}
 
@@ -64,6 +66,16 @@ def _shares(store: KVStore) -> dict[int, Tensor]:
     return {width: (count / pages).cpu() for width, count in sorted(counts.items())} if pages else {}
 
 
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
+    """A figure in inches, and its axes as an array."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots: matplotlib is not installed; pip install 'hfkvq[plot]'.") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
 def channels_by_layer(cache: MixedKVCache) -> Figure:
     """Heat map of `raised_channels`: a row for each layer and head, a column for each channel, a panel for each width.
 
@@ -80,7 +92,7 @@ def channels_by_layer(cache: MixedKVCache) -> Figure:
     layers, widths = list(found), sorted({width for shares in found.values() for width in shares})
     nothing = torch.zeros_like(next(iter(found[layers[0]].values())))
     (heads, head_dim), shown = nothing.shape, range(0, len(layers), -(-len(layers) // 24))
-    figure, grid = new_figure(9.0, 0.9 + 3.5 * len(widths), rows=len(widths), sharex=True)
+    figure, grid = _figure(9.0, 0.9 + 3.5 * len(widths), rows=len(widths), sharex=True)
     for axes, width in zip(grid[:, 0], widths, strict=True):
         rows = torch.cat([found[layer].get(width, nothing) for layer in layers])
         image = axes.imshow(rows.numpy(), cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
@@ -105,7 +117,7 @@ def layer_sensitivity(plan: LayerPlan) -> Figure:
     # Colours end at the base's loss: losses may grow by any factor, and would leave the gains pale.
     most = max((abs(gain) for row in gains for gain in row if gain == gain), default=0.0) or 1.0
     most = min(most, plan.start.value) if plan.direction == "minimize" and plan.start.value > 0 else most
-    figure, grid = new_figure(2.6 + max(5.0, 0.4 * len(layers)), 1.7 + 0.55 * len(names))
+    figure, grid = _figure(2.6 + max(5.0, 0.4 * len(layers)), 1.7 + 0.55 * len(names))
     axes = grid[0, 0]
     image = axes.imshow(gains, cmap="PuOr", vmin=-most, vmax=most, aspect="auto")
     chosen = [(x, names.index(name)) for x, layer in enumerate(layers) if (name := plan.candidate_of(layer))]
@@ -124,7 +136,7 @@ def layer_steps(plan: LayerPlan) -> Figure:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure, grid = new_figure(8.4, 4.8)
+    figure, grid = _figure(8.4, 4.8)
     axes, naive = grid[0, 0], [other for other in plan.compared if other.name not in ("plan", "base")]
     for scores, look, color, label in (
         ([cell.score for cell in plan.table], ".", GREY, "one layer changed"),
@@ -159,7 +171,7 @@ def tag_sensitivity(sensitivity: Sensitivity, bits: Mapping[str, int] | None = N
         raise ValueError("sensitivity: no tag has a token, so there is nothing to draw.")
     tags.sort(key=lambda tag: (distortion[tag][0] - distortion[tag][1]) / counts[tag])
     names = [tag if bits is None or tag not in bits else f"{tag}  ({bits[tag]} bits)" for tag in tags]
-    figure, grid = new_figure(10.0, 1.5 + 0.3 * len(tags), columns=2, sharey=True, width_ratios=[2.2, 1])
+    figure, grid = _figure(10.0, 1.5 + 0.3 * len(tags), columns=2, sharey=True, width_ratios=[2.2, 1])
     left, right = grid[0]
     narrow, wide = ([distortion[tag][k] for tag in tags] for k in (0, 1))
     left.hlines(names, wide, narrow, color=GREY, zorder=1)

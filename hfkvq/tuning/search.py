@@ -158,9 +158,7 @@ def make_plan(
         loaded = load_model(checkpoint.source, device, kind)
         loaded = loaded if outliers is None else with_outliers(loaded, outliers)
         shared = {"prefill": prompt, "chunk": chunk, "batch_size": batch_size, "tokenizer": checkpoint.tokenizer}
-        # Reports after each batch, for searches that stop poor trials early.
-        parts = -(-samples // batch_size)
-        one: Objective = TextKLD(loaded, windows.tokens[:samples], parts=parts, **shared)
+        one: Objective = TextKLD(loaded, windows.tokens[:samples], **shared)
         other: Objective = TextKLD(loaded, windows.tokens[samples:], **shared)
         about |= {"context": context, "prefill": prompt, "chunk": chunk, "tokens_sha256": windows.sha256}
         tokens = windows.tokens[:samples]
@@ -219,7 +217,7 @@ def _lm_eval(
     make: Any = HFKVQ
     lm = make(pretrained=source.path, device=device, dtype=dtype, batch_size=batch_size)
     numbers = list(range(samples + held_out))
-    one = LmEvalTasks(lm, tasks, numbers[:samples], task_manager=manager, parts=4)
+    one = LmEvalTasks(lm, tasks, numbers[:samples], task_manager=manager)
     other = LmEvalTasks(lm, tasks, numbers[samples:], task_manager=manager)
     return lm.model, one, other
 

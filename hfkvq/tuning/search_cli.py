@@ -102,9 +102,6 @@ def tune(
     max_milliseconds: Annotated[
         float | None, number_option("Limit on the time of a step in milliseconds, which is then measured.")
     ] = None,
-    single: Annotated[
-        bool, typer.Option("--single", help="Search for the best value within the limits only; poor trials stop early.")
-    ] = False,
     storage: Annotated[
         str | None,
         typer.Option(
@@ -178,7 +175,6 @@ def tune(
                 trials=trials,
                 space=ranges or None,
                 limits=limits,
-                single=single,
                 storage=kept,
                 seed=seed,
             )

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optuna
 from numpy.random import SeedSequence
 from optuna.distributions import CategoricalDistribution
-from optuna.pruners import MedianPruner
 from optuna.samplers import TPESampler
 from optuna.study import MaxTrialsCallback
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -41,7 +37,6 @@ def tune(
     space: Mapping[str, Sequence[Any]] | None = None,
     cost: Cost = "total_bits",
     limits: Mapping[Cost, float] | None = None,
-    single: bool = False,
     tables: Mapping[float, Mapping[str, int]] | None = None,
     fit: Callable[[Preset], Preset] | None = None,
     measured_on: Mapping[str, Any] | None = None,
@@ -65,7 +60,6 @@ def tune(
         space: ranges by knob, in place of the knobs' own; see `space_of`.
         cost: the second objective.
         limits: most of a cost, by its name; trials beyond are measured and count as infeasible.
-        single: the value alone, under ``limits``; unpromising trials are stopped early where the objective reports.
         tables: bits of tags by budget, for TriAxialKV (see `sweep`): the budget is searched beside the knobs.
         fit: completes a trial's preset by the model before it is measured and kept: MixKVQ's room by its thresholds
             (`hfkvq.tuning.fit_room`).
@@ -99,7 +93,6 @@ def tune(
         "objective": objective.name,
         "direction": objective.direction,
         "cost": cost,
-        "single": single,
         "measured_on": dict(measured_on or {}),
         "tables": None if tables is None else {str(budget): dict(table) for budget, table in tables.items()},
     }
@@ -109,7 +102,6 @@ def tune(
     # Processes with the same seed would ask for the same trials.
     seed_here = seed if created else int(SeedSequence().generate_state(1)[0])
     study.sampler = TPESampler(n_startup_trials=min(STARTUP, max(trials // 3, 1)), seed=seed_here)
-    study.pruner = MedianPruner(n_startup_trials=5)
     found = TuningStudy(study, preset, distributions, setup)
     found.config = getattr(getattr(objective, "model", None), "config", None)
     _check(found, storage, study.study_name)
@@ -120,72 +112,26 @@ def tune(
     if on_trial is not None:
         on_trial(found, None)
 
-    ctrl_c = _CtrlC()
-
     def told(_: optuna.Study, trial: FrozenTrial) -> None:
-        if ctrl_c.came:
-            study.stop()
         if on_trial is not None:
             on_trial(found, found.point_of(trial) if trial.state is TrialState.COMPLETE else None)
 
     if len(found.finished()) < trials:
         enough = MaxTrialsCallback(trials, states=FINISHED)
-        with ctrl_c.handled():
-            study.optimize(
-                lambda trial: _run(found, trial, objective, limits or {}, single, fit, ctrl_c), callbacks=[told, enough]
-            )
+        study.optimize(lambda trial: _run(found, trial, objective, limits or {}, fit), callbacks=[told, enough])
     return found
-
-
-class _CtrlC:
-    """Ctrl-C during a search, which interrupts an objective, and waits while Optuna writes to the storage."""
-
-    def __init__(self) -> None:
-        self.came = self.measuring = False
-
-    def __call__(self, *_: object) -> None:
-        self.came = True
-        if self.measuring:
-            raise KeyboardInterrupt
-
-    @contextlib.contextmanager
-    def handled(self) -> Iterator[None]:
-        """Handles the signal, where Python's own handler did."""
-        main = threading.current_thread() is threading.main_thread()
-        if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            yield
-            return
-        signal.signal(signal.SIGINT, self)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self.came:
-            raise KeyboardInterrupt
-
-    @contextlib.contextmanager
-    def interrupts(self) -> Iterator[None]:
-        """Lets the signal interrupt, also one that came before."""
-        try:
-            self.measuring = True
-            if self.came:
-                raise KeyboardInterrupt
-            yield
-        finally:
-            self.measuring = False
 
 
 def _open(storage: str | None, name: str, setup: Mapping[str, Any]) -> tuple[optuna.Study, bool]:
     """Study, and True if it is new."""
     opened = open_storage(storage)
-    directions = [setup["direction"]] if setup["single"] else [setup["direction"], "minimize"]
     try:
-        study = optuna.create_study(study_name=name, storage=opened, directions=directions)
+        study = optuna.create_study(study_name=name, storage=opened, directions=[setup["direction"], "minimize"])
         study.set_user_attr(SETUP, dict(setup))
         with warnings.catch_warnings():
             # Names of metrics, which plots and dashboards show, are experimental since 3.2.
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            study.set_metric_names([setup["objective"]] if setup["single"] else [setup["objective"], setup["cost"]])
+            study.set_metric_names([setup["objective"], setup["cost"]])
         return study, True
     except optuna.exceptions.DuplicatedStudyError:
         pass
@@ -249,7 +195,6 @@ def _check(study: TuningStudy, storage: str | None, name: str) -> None:
     try:
         study.points()
         study.references()
-        objectives = len(study.optuna.directions)
         for trial in study.optuna.get_trials(deepcopy=False):
             asked = [*trial.system_attrs.get("fixed_params", {}).items(), *trial.params.items()]
             kinds = (CategoricalDistribution, type(None))
@@ -258,8 +203,8 @@ def _check(study: TuningStudy, storage: str | None, name: str) -> None:
             for what, value in numbers:
                 if isinstance(value, bool) or not isinstance(value, (int, float)):
                     raise ValueError(f"trial {trial.number}: {what}: got {value!r}, allowed a number")
-            if not objectives or len(trial.values or ()) not in (0, objectives):
-                raise ValueError(f"trial {trial.number}: got values {trial.values}, allowed {objectives}")
+            if len(study.optuna.directions) != 2 or len(trial.values or ()) not in (0, 2):
+                raise ValueError(f"trial {trial.number}: got values {trial.values}, allowed 2")
     except DAMAGE as error:
         raise ValueError(
             f"storage: the study {name!r} in {hidden(storage)} is damaged ({type(error).__name__}: {error}); choose "
@@ -272,18 +217,9 @@ def _run(
     trial: Trial,
     objective: Objective,
     limits: Mapping[Cost, float],
-    single: bool,
     fit: Callable[[Preset], Preset] | None,
-    ctrl_c: _CtrlC,
 ) -> list[float]:
-    """Measures a trial: the value, and unless ``single`` the cost."""
-
-    def report(step: int, value: float) -> None:
-        if single:
-            trial.report(value, step)
-            if trial.should_prune():
-                raise optuna.TrialPruned
-
+    """Measures a trial: value and cost. Ctrl-C puts its knobs back into the queue."""
     for knob, distribution in study.space.items():
         suggest(trial, knob, distribution)
     try:
@@ -294,12 +230,11 @@ def _run(
         raise optuna.TrialPruned from None
     known = _recorded(study, trial)
     try:
-        with ctrl_c.interrupts():
-            if known is not None:
-                preset, score = known.preset, known.score
-            else:
-                preset = preset if fit is None else fit(preset)
-                score = objective(preset, report)
+        if known is not None:
+            preset, score = known.preset, known.score
+        else:
+            preset = preset if fit is None else fit(preset)
+            score = objective(preset)
     except KeyboardInterrupt:
         study.optuna.enqueue_trial(trial.params)
         raise
@@ -309,7 +244,7 @@ def _run(
     trial.set_user_attr(SCORE, score.to_dict())
     for name, limit in limits.items():
         trial.set_constraint(name, score.cost(name) - limit)
-    return [score.value] if single else [score.value, score.cost(study.cost)]
+    return [score.value, score.cost(study.cost)]
 
 
 def _recorded(study: TuningStudy, trial: Trial) -> Point | None:

@@ -79,7 +79,7 @@ def notes(plan: Plan, study: TuningStudy, picked: Point) -> Iterator[str]:
 
 
 def save_front(study: TuningStudy, picked: Point, path: Path) -> None:
-    """Draws the Pareto front, or the history where the value alone was searched, as Optuna does; with the presets."""
+    """Draws the Pareto front as Optuna does, with the presets."""
     from matplotlib import pyplot
     from optuna.exceptions import ExperimentalWarning
     from optuna.visualization import matplotlib as pictures
@@ -87,18 +87,15 @@ def save_front(study: TuningStudy, picked: Point, path: Path) -> None:
     cost = study.cost
     with pyplot.rc_context(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        if len(study.optuna.directions) == 1:
-            axes = pictures.plot_optimization_history(study.optuna, target_name=study.objective)
-        else:
-            names = [cost, study.objective]
-            axes = pictures.plot_pareto_front(study.optuna, targets=lambda t: t.values[::-1], target_names=names)
-            for name, (score, _) in study.references().items():
-                at = score.cost(cost), score.value
-                axes.plot(*at, "s", color="black", markersize=5)
-                axes.annotate(name, at, (5, 3), textcoords="offset points", fontsize=8)
-            at = picked.score.cost(cost), picked.score.value
-            axes.plot(*at, "o", color="black", markersize=13, markerfacecolor="none", label="recommended")
-            axes.legend()
+        names = [cost, study.objective]
+        axes = pictures.plot_pareto_front(study.optuna, targets=lambda t: t.values[::-1], target_names=names)
+        for name, (score, _) in study.references().items():
+            at = score.cost(cost), score.value
+            axes.plot(*at, "s", color="black", markersize=5)
+            axes.annotate(name, at, (5, 3), textcoords="offset points", fontsize=8)
+        at = picked.score.cost(cost), picked.score.value
+        axes.plot(*at, "o", color="black", markersize=13, markerfacecolor="none", label="recommended")
+        axes.legend()
         if study.direction == "minimize" and min(point.score.value for point in study.points()) > 0:
             axes.set_yscale("log")
         figure: Any = axes.get_figure()

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from evals.preset_tables import schemes_markdown
 from hfkvq import Scheme, get_scheme, list_schemes
 from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, SawInt4, base
 from hfkvq.caches.schemes.base import Layout, SideLayout, knob
@@ -17,7 +18,7 @@ from hfkvq.kernels.hadamard import rotation
 from hfkvq.measure.bench.cases import default_formats
 from hfkvq.measure.demo.run import choose_schemes
 from hfkvq.measure.divergence.naming import parse_schemes
-from hfkvq.measure.presets import costly_choices, describe, schemes_markdown
+from hfkvq.measure.presets import costly_choices, describe
 from tests.caches.driver import DIM, Row, assert_close, attention, feed, feed_as_is, forward, make, row
 
 # Kitty.

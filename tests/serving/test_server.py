@@ -181,12 +181,13 @@ def schema(endpoint):
 
 def test_every_field_has_a_rule():
     """Rules cover the fields of the installed packages, and the guide's table is made of them."""
-    from hfkvq.serving.fields import ENDPOINTS, FIELDS, table
+    from evals.preset_tables import request_fields
+    from hfkvq.serving.fields import ENDPOINTS, FIELDS
 
     for at, endpoint in enumerate(ENDPOINTS):
         assert {name for name, rules in FIELDS.items() if rules[at]} >= schema(endpoint)
     guide = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    assert table() in guide
+    assert request_fields() in guide
 
 
 # A value of a right type that asks for something, for fields that have one.
@@ -361,6 +362,31 @@ def test_each_request_has_its_own_temperature(server):
     assert len(hot | {best}) > 2
     for same in ({"temperature": 1e-9}, {"temperature": 2, "top_p": 0}, {"seed": 5}, {"temperature": None}):
         assert text_of("chat completions", post(server, "chat completions", plain | same)[1]) == best
+
+
+def test_the_vocabulary_is_sorted_only_where_a_request_has_top_p(server, client, monkeypatch):
+    from hfkvq.serving.server import SharedTopP
+
+    ask(client)
+    manager = server.serving.manager
+    top_p = next(each for each in manager.logit_processor.logits_processor if isinstance(each, SharedTopP))
+    seen = []
+    plain = SharedTopP.__call__
+    monkeypatch.setattr(SharedTopP, "__call__", lambda self, *given: seen.append(self.needed) or plain(self, *given))
+    ask(client)
+    assert seen
+    assert not any(seen)
+    assert manager.graph_variant() is False
+    seen.clear()
+    client.chat.completions.create(model="reference", messages=QUESTION, max_tokens=8, temperature=1.0, top_p=0.5)
+    assert all(seen)
+    # Rows with top_p 1 keep all tokens that any row with less keeps.
+    one, half = (SimpleNamespace(state=SimpleNamespace(logit_processor_kwargs={"top_p": top})) for top in (1.0, 0.5))
+    scores, given = torch.randn(2, 50), top_p.prepare_tensor_args([one, half])
+    kept = top_p(scores, given).isfinite()
+    assert kept[0].all()
+    assert not kept[1].all()
+    assert top_p(scores, top_p.prepare_tensor_args([one])) is scores
 
 
 def test_fields_without_effect_are_taken(server):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import get_preset
-from hfkvq.tuning.layerwise import LayerCell, LayerPlan, LayerStep, tune_layers
+from hfkvq.tuning.layerwise import LayerCell, LayerStep, tune_layers
 from hfkvq.tuning.score import Score
 from tests.caches.models import build
 
@@ -111,18 +110,6 @@ class TestGreedy:
         assert chosen(plan) == ["kivi-4", "kivi-4", "kivi-2"]
         assert [step.gain for step in plan.steps] == pytest.approx([0.8, 0.1])
 
-    def test_all_layers_at_once(self):
-        """One layer alone is no use to the others: nothing gains until all are raised."""
-
-        class Together(Additive):
-            def value(self, own):
-                return 0.1 if all(scheme == get_scheme("kivi-4") for scheme in own) else 1.0
-
-        plan = plan_of(Together(), candidates=["kivi-4"], max_total_bits=4.0)
-        assert chosen(plan) == ["kivi-4"] * 3
-        assert [step.reason for step in plan.steps] == ["uniform"]
-        assert plan_of(Together(), candidates=["kivi-4"], max_total_bits=3.9).steps == ()
-
 
 class TestNoise:
     def test_given(self):
@@ -205,31 +192,11 @@ class TestErrors:
             plan_of(Breaks())
 
 
-class TestFile:
-    def test_round_trip(self, tmp_path):
-        plan = plan_of(max_total_bits=10 / 3, held_out=Additive())
-        path = tmp_path / "plan.json"
-        plan.save(path)
-        again = LayerPlan.load(path)
-        assert again == plan
-        assert again.preset.origin["objective"] == "KLD"
-        assert json.loads(path.read_text())["kind"] == "hfkvq layer plan"
-        plan.preset.save(tmp_path / "preset.json")
-        assert get_preset(tmp_path / "preset.json") == plan.preset
-
-    def test_damaged(self, tmp_path):
-        path = tmp_path / "plan.json"
-        plan_of(compare=False).save(path)
-        values = json.loads(path.read_text())
-        del values["start"]["value"]
-        path.write_text(json.dumps(values))
-        with pytest.raises(ValueError, match="is damaged"):
-            LayerPlan.load(path)
-        path.write_text('{"kind": "hfkvq preset"}')
-        with pytest.raises(ValueError, match="holds 'hfkvq preset', expected 'hfkvq layer plan'"):
-            LayerPlan.load(path)
-        with pytest.raises(ValueError, match="cannot be read"):
-            LayerPlan.load(tmp_path / "none.json")
+def test_the_choice_is_a_preset_file(tmp_path):
+    plan = plan_of(max_total_bits=10 / 3, held_out=Additive())
+    assert plan.preset.origin["objective"] == "KLD"
+    plan.preset.save(tmp_path / "preset.json")
+    assert get_preset(tmp_path / "preset.json") == plan.preset
 
 
 def test_tiny_model():

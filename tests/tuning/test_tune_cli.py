@@ -13,7 +13,7 @@ from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import Preset, get_preset
 from hfkvq.measure.divergence import measure
 from hfkvq.measure.reference import load_reference
-from hfkvq.tuning.objectives import Custom, LmEvalTasks, TextKLD
+from hfkvq.tuning.objectives import LmEvalTasks, TextKLD
 from hfkvq.tuning.score import Score
 from hfkvq.tuning.study import load_study, tune
 from tests.command import assert_refused, flat, invoke
@@ -112,10 +112,8 @@ def test_lm_eval_tasks(subject):
     lm = HFKVQ(pretrained=model, tokenizer=tokenizer, batch_size=2, max_length=2048)
     folder = str(Path(__file__).resolve().parents[2] / "evals" / "tasks")
     manager = TaskManager(include_path=folder, include_defaults=False, metadata={"ref_size": 24})
-    objective = LmEvalTasks(lm, ["ref_recall"], [0, 1, 2], task_manager=manager, parts=2)
-    seen = []
-    score = objective(get_preset("kivi-2"), lambda step, value: seen.append(step))
-    assert seen == [0, 1]
+    objective = LmEvalTasks(lm, ["ref_recall"], [0, 1, 2], task_manager=manager)
+    score = objective(get_preset("kivi-2"))
     assert score.samples == 3
     assert score.code_bits == 2
     assert lm.cache_arguments.preset == get_preset("kivi-2")
@@ -128,11 +126,12 @@ def test_lm_eval_tasks(subject):
 def test_tables_by_budget():
     """TriAxialKV's table is searched by its budget, and comes back from the storage."""
     tables = {2.4: {"current|text|user": 2}, 3.2: {"current|text|user": 4}}
-    narrow = Custom(
-        lambda preset: Score(len(dict(preset.scheme.table)), 3.0 + sum(dict(preset.scheme.table).values())),
-        "x",
-        "minimize",
-    )
+
+    def narrow(preset, report=None):
+        bits = dict(preset.scheme.table)
+        return Score(len(bits), 3.0 + sum(bits.values()))
+
+    narrow.name, narrow.direction = "x", "minimize"
     study = tune("triaxial", narrow, trials=6, space={"sink_length": [0, 16]}, tables=tables)
     budgets = {point.knobs["budget"] for point in study.points()}
     assert budgets == {2.4, 3.2}

@@ -1,12 +1,9 @@
-"""The demo's record as a table and as a picture."""
+"""The demo's record as a table."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rich.table import Table
 
-from ..charts import BITS, KLD, Column, Mark, save_chart, share
 from ..records import BASELINE
 from ..tables import NOTHING, narrow_table, number
 from .run import Record
@@ -83,19 +80,3 @@ def next_steps(record: Record) -> list[tuple[str, str]]:
         ("hfkvq schemes", "all presets, with bits, loss and speed"),
         ("hfkvq recommend --model NAME --gpu-memory 24GiB --context 32k", "the preset that fits your GPU"),
     ]
-
-
-def save_picture(record: Record, path: Path) -> None:
-    """Total bits, right answers and KL divergence of each cache, as a PNG.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    rows = record["rows"]
-    bits = {row["name"]: Mark(row["total_bits"]) for row in rows}
-    klds = {row["name"]: Mark(row["kl_mean"]) for row in rows if row["scheme"] and row["kl_mean"] is not None}
-    total = sum(task["total"] for task in rows[0]["tasks"].values())
-    answers = {row["name"]: share(sum(x["right"] for x in row["tasks"].values()), total) for row in rows}
-    title = f"{record['model']}: {total} examples of {', '.join(rows[0]['tasks'])}"
-    columns = [Column(BITS, bits, True), Column("right answers, %", answers), Column(KLD, klds, True)]
-    save_chart([row["name"] for row in rows], columns, title, path)

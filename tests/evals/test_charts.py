@@ -3,7 +3,7 @@
 import pytest
 from scipy.stats import binomtest
 
-from hfkvq.measure.charts import Column, Mark, save_chart, share
+from evals.charts import Column, Mark, save_chart, share
 
 figures = pytest.importorskip("matplotlib.figure")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .records import BASELINE
+from hfkvq.measure.records import BASELINE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
