@@ -34,7 +34,7 @@ from evals.preset_tables import eviction_markdown, request_fields, schemes_markd
 from evals.shapes import get_config
 from hfkvq.caches import get_scheme
 from hfkvq.measure.bench import kernels
-from hfkvq.measure.figures import PATH as FIGURES
+from hfkvq.measure.presets import PATH as FIGURES
 from hfkvq.measure.presets import describe
 from hfkvq.tuning.fit import outline_of, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival

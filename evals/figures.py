@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hfkvq.caches import Scheme, get_scheme, list_schemes
-from hfkvq.measure.figures import KIND
+from hfkvq.measure.presets import KIND
 
 RESULTS = Path(__file__).parent / "results"
 # The first of several files with a preset counts.

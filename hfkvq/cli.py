@@ -119,7 +119,7 @@ def demo(
             r"e.g. recall-40. \[default: the first three; of smollm2 the others]"
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Examples per task.")] = 4,
+    samples: Annotated[int, typer.Option(min=1, help="Examples per task.")] = 2,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts run together.")] = 8,
     max_new_tokens: Annotated[
         int | None,

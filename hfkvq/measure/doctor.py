@@ -18,8 +18,7 @@ from hfkvq.caches.schemes.preset import Preset
 
 from .demo.answers import answer, make_cache, texts
 from .demo.prompts import Batch, Subject, is_right, make_batches
-from .divergence.measurement import NotNumbers, measure
-from .divergence.values import Measured
+from .divergence.measurement import Measured, NotNumbers, measure
 from .presets import long_context_bits
 from .records import BASELINE, device_name, now
 

@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, ContinuousBatchingConfig, PreTrainedModel
+from transformers import AttentionInterface, ContinuousBatchingConfig, PreTrainedConfig, PreTrainedModel
 
 try:
     from transformers.generation.continuous_batching import cache as paged
@@ -31,13 +31,11 @@ except ImportError as error:
 
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.attention.interface import register
-from hfkvq.caches.base.model_config import text_config
+from hfkvq.caches.base.model_config import attention_shape, text_config
 from hfkvq.caches.layer_state.smoothing import KeySmoothing, measure, warn_of_noise
 
-from .models import check, schemes_of, windowed
-from .pages import CompressedPages
-from .requests import refusal_of_request, spread_short_requests
-from .slots import USUAL_TOKENS
+from .pages import CompressedPages, has_windows, refusal
+from .slots import USUAL_TOKENS, of_schemes
 from .windows import WindowedPages
 
 ATTENTION = "hfkvq_flash"
@@ -55,6 +53,70 @@ MOST_BLOCKS = 128
 logger = logging.getLogger("hfkvq")
 
 _LOCK = threading.Lock()
+
+
+def schemes_of(config: PreTrainedConfig, scheme: Scheme) -> tuple[Scheme, ...]:
+    """Scheme of each layer of a model."""
+    layers = text_config(config).num_hidden_layers
+    return tuple(scheme.in_layer(layer, layers).shared for layer in range(layers))
+
+
+def windowed(config: PreTrainedConfig, schemes: tuple[Scheme, ...]) -> bool:
+    """True if requests of a model have windows beside their blocks."""
+    shape = attention_shape(config)
+    return shape is not None and any(has_windows(scheme, shape[2]) for scheme in schemes)
+
+
+def check(config: PreTrainedConfig, scheme: Scheme) -> None:
+    """Raises ValueError if the engine's blocks cannot hold pages of a scheme for a model, with the reason."""
+    shape, kinds = attention_shape(config), set(paged.group_layers_by_attn_type(text_config(config)))
+    if shape is None or kinds != {FULL_ATTENTION}:
+        raise ValueError(
+            f"model: got {config.model_type!r} with layers of {', '.join(sorted(kinds))}, allowed models whose layers "
+            "all have full attention of one shape; use Transformers' own blocks."
+        )
+    schemes = schemes_of(config, scheme)
+    reason = next((found for found in (refusal(own, shape[2]) for own in schemes) if found), None)
+    reason = reason or of_schemes(schemes, shape[2])
+    if reason:
+        raise ValueError(
+            f"scheme: got {scheme.name!r}, allowed schemes of one width a side that keep all tokens (saw-int4, "
+            f"kitty-pro, best-2.5, kivi-2, kvarn, mixkvq...): {reason}. MixedKVCache with generate takes every scheme."
+        )
+
+
+def refusal_of_request(input_ids: Sequence[int], new: int | None, room: int) -> ValueError | None:
+    """Why no engine with blocks for ``room`` tokens could ever answer a request, if it could not."""
+    if not len(input_ids):
+        # A batch without a token would end the engine for everybody.
+        return ValueError("request: got a prompt without tokens, allowed one token or more.")
+    if len(input_ids) + (new or 1) > room:
+        return ValueError(
+            f"request: got {len(input_ids)} tokens and {new} new ones, allowed {room} together, since all blocks hold "
+            "no more; shorten it, or give the engine more num_blocks."
+        )
+    return None
+
+
+def spread_short_requests(scheduler: Any) -> None:
+    """From now on, sequences of a request with one token to compute are requests of their own.
+
+    The engine computes all of a prompt but its last token, copies the request, and gives each sequence that token. If
+    there is no other one to compute, since the prompt has no more or shares what stands before, the batch is without a
+    token; and one that is empty ends the engine, for everybody.
+    """
+    schedule = scheduler._schedule_request
+
+    def schedule_or_spread(state: Any, tokens: list[int], *args: Any, **kwargs: Any) -> None:
+        if len(tokens) == 1 and state.num_children:
+            count, state.num_children = state.num_children, 0
+            for i in range(count):
+                child = state.create_equivalent_initial_request()
+                child.request_id = f"{state.request_id}__child#{i}"
+                scheduler.add_waiting_request(child)
+        schedule(state, tokens, *args, **kwargs)
+
+    scheduler._schedule_request = schedule_or_spread
 
 
 def attend(

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from .room import fit_room, measure_room
     from .score import Score
     from .sensitivity import Sensitivity
-    from .study import load_study, tune
-    from .trials import TuningStudy
+    from .study import TuningStudy, load_study, tune
 
 # Names are loaded at their first use: commands import this package for their help, and Optuna and SciPy come with the
 # extra ``hfkvq[tune]``. No name may be a module's, too: once imported, the module would replace it.
@@ -29,7 +28,7 @@ _HOMES = {
     "Score": "score",
     "Sensitivity": "sensitivity",
     **dict.fromkeys(("load_study", "tune"), "study"),
-    "TuningStudy": "trials",
+    "TuningStudy": "study",
 }
 
 __all__ = [

@@ -133,8 +133,8 @@ def tune(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
     from . import search
+    from .search import notes, save_front, table
     from .storage import hidden
-    from .tune_report import notes, save_front, table
 
     kept = storage or "sqlite:///hfkvq-tuning.db"
     limited = {"total_bits": max_total_bits, "milliseconds": max_milliseconds, "key_bits": max_key_bits}

@@ -1,7 +1,7 @@
 """Figures that ship in the package are of presets as they are."""
 
 from hfkvq.caches import list_schemes
-from hfkvq.measure.figures import figure, figures
+from hfkvq.measure.presets import figure, figures
 
 
 def test_figures_are_of_presets_as_they_are():

@@ -10,8 +10,8 @@ from transformers import DeepseekV3Config as DeepseekConfig
 from hfkvq.caches import get_preset
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.measure.divergence import run as divergence
-from hfkvq.measure.figures import figure
 from hfkvq.measure.models.outline import outline
+from hfkvq.measure.presets import figure
 from hfkvq.tuning.fit.compute import presets_for
 from hfkvq.tuning.fit.model import Plan
 from hfkvq.tuning.fit.recommend import Loss, Row, candidates, choose, known_loss

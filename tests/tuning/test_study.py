@@ -10,8 +10,7 @@ from hfkvq import get_scheme
 from hfkvq.caches import get_preset
 from hfkvq.tuning.fit import cache_bytes
 from hfkvq.tuning.score import Score
-from hfkvq.tuning.space import published, space_of
-from hfkvq.tuning.study import load_study, tune
+from hfkvq.tuning.study import load_study, published, space_of, tune
 from tests.caches import models
 
 SPACE = {"tau_bf16": (0.1, 2.0), "tau_int4": (0.1, 2.0)}

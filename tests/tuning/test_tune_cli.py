@@ -142,7 +142,7 @@ def test_tables_by_budget():
 @pytest.mark.parametrize("name", ["kitty", "kivi-2", "mixkvq", "saw-int4", "arkv", "triaxial", "kvarn"])
 def test_default_spaces_are_legal(name):
     """Every value is, and so are the presets' own."""
-    from hfkvq.tuning.space import published, space_of
+    from hfkvq.tuning.study import published, space_of
 
     scheme = get_scheme(name)
     space = space_of(scheme)

@@ -39,7 +39,7 @@ class Settings:
 
     tasks: tuple[str, ...] = CHAT_TASKS
     schemes: tuple[str, ...] = ()
-    samples: int = 4
+    samples: int = 2
     batch_size: int = 8
     max_new_tokens: int | None = None
     kl_tokens: int = 512
@@ -126,8 +126,9 @@ def run_demo(
         memory = None
         for index, (batch, count) in enumerate(zip(batches, counts, strict=True)):
             tell(name, batch.task)
-            if index == 0:
-                _warm_up(subject, batch, scheme)
+            if index == 0 and device.type == "cuda":
+                # Kernels are loaded before the clock runs.
+                answer(subject, dataclasses.replace(batch, limit=3), make_cache(subject, scheme))
             mine = answer(subject, batch, make_cache(subject, scheme), count)
             base = mine if scheme is None else expected[index][0]
             logits = (
@@ -230,10 +231,3 @@ def _kl_rows(batches: Sequence[Batch], tokens: int) -> list[int]:
         counts.append(min(len(batch.ids), -(-max(left[batch.task], 0) // batch.limit)))
         left[batch.task] -= counts[-1] * batch.limit
     return counts
-
-
-def _warm_up(subject: Subject, batch: Batch, scheme: Scheme | None) -> None:
-    """Kernels are loaded, and libraries wake up, before the clock runs."""
-    rows = batch.ids.shape[0] if subject.model.device.type == "cuda" else 1
-    small = Batch(batch.task, batch.examples[:rows], batch.ids[:rows], batch.mask[:rows], 3)
-    answer(subject, small, make_cache(subject, scheme))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .measurement import compare_logits, measure
-    from .values import Bill, Divergence, Measured, Perplexity
+    from .measurement import Bill, Divergence, Measured, Perplexity, compare_logits, measure
 
 __all__ = ["Bill", "Divergence", "Measured", "Perplexity", "compare_logits", "measure"]
 

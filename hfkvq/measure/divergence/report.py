@@ -13,8 +13,8 @@ from torch import Tensor
 from ..records import BASELINE, commit, finite, now, versions
 from ..tables import NOTHING, narrow_table, number, small_number
 from .intervals import CONFIDENCE, RESAMPLES, Interval, mean_interval
+from .measurement import Bill, Divergence, Measured
 from .naming import OtherCache
-from .values import Bill, Divergence, Measured
 
 KIND = "hfkvq kld"
 

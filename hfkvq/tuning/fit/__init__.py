@@ -6,13 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .model import Plan, cache_bytes, fits, outline_of, plan
-    from .weights import Weights, weights_of
+    from .model import Plan, Weights, cache_bytes, fits, outline_of, plan, weights_of
 
 # Names are loaded at their first use: commands import this package for their help.
 _HOMES = {
-    **dict.fromkeys(("Plan", "cache_bytes", "fits", "outline_of", "plan"), "model"),
-    **dict.fromkeys(("Weights", "weights_of"), "weights"),
+    **dict.fromkeys(("Plan", "Weights", "cache_bytes", "fits", "outline_of", "plan", "weights_of"), "model"),
 }
 
 __all__ = ["Plan", "Weights", "cache_bytes", "fits", "outline_of", "plan", "weights_of"]

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from .compute import Computed
-    from .model import Plan
-    from .weights import Weights
+    from .model import Plan, Weights
 
 app = typer.Typer()
 
@@ -120,7 +119,7 @@ def _notes(done: Computed, plans: list[Plan]) -> list[str]:
     from hfkvq.caches.layers.memory import format_bytes
     from hfkvq.caches.schemes.base import get_scheme, list_schemes
 
-    from .weights import PEAK, peak
+    from .model import PEAK, peak
 
     about, found, weights, most = done.about, done.found, done.weights, done.most
     size = 4 if about["dtype"] == "float32" else 2

@@ -19,8 +19,7 @@ from hfkvq.sizes import parse_size
 from hfkvq.terminal import split
 
 from .layer import Arrival
-from .model import Plan, plan
-from .weights import Weights, weights_of
+from .model import Plan, Weights, plan, weights_of
 
 STOCK = ("bf16", "none")
 """Names of Transformers' own cache."""

@@ -11,8 +11,7 @@ from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.schemes.base import entry_of, get_scheme, in_order
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.measure.doctor import UNSAFE, row_verdict
-from hfkvq.measure.figures import figure
-from hfkvq.measure.presets import long_context_bits, widest_first
+from hfkvq.measure.presets import figure, long_context_bits, widest_first
 
 from .compute import Computed
 from .model import Plan
@@ -72,7 +71,7 @@ class Row:
         preset: None for Transformers' own cache.
         bits: least and most of a token that is kept, in a long context.
         loss: None if it was not measured.
-        step_ms: of a step on an H200, see `hfkvq.measure.figures`; None if it was not measured.
+        step_ms: of a step on an H200, see `hfkvq.measure.presets`; None if it was not measured.
     """
 
     plan: Plan

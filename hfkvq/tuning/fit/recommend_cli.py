@@ -242,7 +242,7 @@ def _table(done: Computed, rows: list[Row], users: int | None, choice: Choice | 
 
 
 def _notes(done: Computed, record: Record | None) -> list[str]:
-    from hfkvq.measure.figures import figures
+    from hfkvq.measure.presets import figures
 
     about, loss, steps = done.about, figures()["loss"], figures()["steps"]
     said = [

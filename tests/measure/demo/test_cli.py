@@ -9,8 +9,7 @@ import pytest
 
 import hfkvq
 from hfkvq.caches.schemes.base import in_order
-from hfkvq.measure.figures import figure
-from hfkvq.measure.presets import describe
+from hfkvq.measure.presets import describe, figure
 from tests.command import assert_refused, invoke
 
 
