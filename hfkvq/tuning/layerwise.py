@@ -124,11 +124,6 @@ class LayerPlan:
         """Score of the choice, on the samples that the search used."""
         return self.steps[-1].score if self.steps else self.start
 
-    @property
-    def measured_layers(self) -> list[int]:
-        """Layers of the table, from the first to the last."""
-        return sorted({cell.layer for cell in self.table})
-
     def cell(self, layer: int, candidate: str) -> Score | None:
         """Score of the base with one layer changed; None where the layer has that scheme anyway."""
         return next((x.score for x in self.table if (x.layer, x.candidate) == (layer, candidate)), None)

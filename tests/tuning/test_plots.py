@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.caches import get_preset
-from hfkvq.tuning.layerwise import Compared, LayerCell, LayerPlan, LayerStep, override
-from hfkvq.tuning.score import Score
 from hfkvq.tuning.sensitivity import Sensitivity
 from tests.caches.models import build
 
@@ -23,64 +18,6 @@ def check_file(figure, tmp_path):
     path = tmp_path / "picture.png"
     figure.savefig(path)
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def make_plan():
-    base, full, wide = get_preset("kivi-2"), get_scheme("full"), get_scheme("kivi-4")
-    table = [
-        LayerCell(layer, name, Score(value, bits, samples=4, low=value / 2, high=2 * value))
-        for layer, name, value, bits in (
-            (0, "full", 0.05, 5.0),
-            (0, "kivi-4", 0.06, 3.0),
-            (2, "full", 0.09, 5.0),
-            (2, "kivi-4", 0.12, 3.0),
-        )
-    ]
-    start = Score(0.1, 2.5, samples=4)
-    chosen = override(base, [wide, base.scheme, base.scheme])
-    naive = override(base, [full, base.scheme, full])
-    score = table[1].score
-    return LayerPlan(
-        chosen,
-        base,
-        3,
-        {"full": full, "kivi-4": wide},
-        "KLD",
-        "minimize",
-        "total_bits",
-        3.2,
-        start,
-        tuple(table),
-        (LayerStep(((0, "kivi-4"),), 0.04, 0.01, score, "raise"),),
-        "budget",
-        (
-            Compared("plan", chosen, score, replace(score, value=0.07, high=0.2)),
-            Compared("base", base, start, start),
-            Compared("first and last 1 full", naive, Score(0.04, 7.5)),
-        ),
-    )
-
-
-class TestLayers:
-    def test_sensitivity(self, tmp_path):
-        figure = plots.layer_sensitivity(make_plan())
-        axes, bar = figure.axes
-        assert axes.images[0].get_array().round(3).tolist() == [[0.05, 0.01], [0.04, -0.02]]
-        assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "2"]
-        assert [label.get_text() for label in axes.get_yticklabels()] == ["full", "kivi-4"]
-        assert bar.get_ylabel() == "gain, KLD"
-        # Layer 0 got kivi-4.
-        assert axes.get_lines()[0].get_xydata().tolist() == [[0, 1]]
-        check_file(figure, tmp_path)
-
-    def test_steps(self, tmp_path):
-        figure = plots.layer_steps(make_plan())
-        drawn = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].get_lines()}
-        assert drawn["steps from the base"] == [[2.5, 0.1], [3.0, 0.06]]
-        assert drawn["first and last layers full"] == [[7.5, 0.04]]
-        assert len(drawn["held-out samples"]) == 2
-        assert "budget" in drawn
-        check_file(figure, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -113,15 +50,6 @@ class TestChannels:
             pages = cache.layers[layer].dense("keys")[:, :, :288].unflatten(2, (9, 32)).sort(3).values
             values = 1 + (pages.diff(dim=3) != 0).sum(3)
             torch.testing.assert_close(widths[4], (values > 4).float().mean((0, 2)))
-
-    def test_picture(self, filled, tmp_path):
-        figure = plots.channels_by_layer(filled["mixkvq"])
-        four, sixteen = [axes for axes in figure.axes if axes.get_title()]
-        assert four.get_title().startswith("raised to 4 bits: ")
-        assert sixteen.get_xlabel() == "key channel, in the basis of the pages"
-        assert four.get_ylabel() == "layer (2 heads each)"
-        assert four.images[0].get_array().shape == (4, 32)
-        check_file(figure, tmp_path)
 
 
 class TestTags:
