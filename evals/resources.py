@@ -31,7 +31,6 @@ from hfkvq.kernels.triton.compile import GPUS, Wanted, compile_one, leave_gpu_al
 from hfkvq.kernels.triton.decode_plan import programs_planned
 from hfkvq.kernels.triton.gather import gather_wanted
 from hfkvq.kernels.triton.limits import LIMITS, programs_that_fit
-from hfkvq.kernels.triton.pair_format import PairFormat
 from hfkvq.kernels.triton.variants import wanted
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,8 +101,8 @@ def work(number: int, presets: Sequence[str]) -> tuple[list[Row], Row]:
             row["programs"] = programs_that_fit(limits, row["registers"], row["warps"], row["shared"])
             row["fits"] = row["programs"] > 0
             if name == "decode_kernel":
-                digits = PairFormat(*each.constants["FORMATS"][0]).digits
-                row["planned"] = programs_planned(form, DIM, DIM, each.constants["BM"], device, digits)
+                shape = each.constants["SHAPE"]
+                row["planned"] = programs_planned(form, DIM, DIM, shape.BM, device, shape.FORMATS[0].digits)
             seen[compiled.hash] = row
             rows.append(row)
     return rows, limits._asdict()
@@ -112,7 +111,10 @@ def work(number: int, presets: Sequence[str]) -> tuple[list[Row], Row]:
 def variant(each: Wanted) -> str:
     """Key that tells a kernel's variants apart."""
     names = ("SEVERAL", "BM", "BITS", "GROUP", "PER_CHANNEL", "ROTATE", "TOKEN_MAJOR", "BS", "BD")
-    said = [f"{name}={each.constants[name]}" for name in names if name in each.constants]
+    constants = dict(each.constants)
+    for own in each.constants.values():
+        constants |= own._asdict() if hasattr(own, "_asdict") else {}
+    said = [f"{name}={constants[name]}" for name in names if name in constants]
     return ", ".join(said)
 
 

@@ -444,14 +444,14 @@ def test_tiles_take_the_main_kernel(name):
 )
 def test_integer_products_where_two_columns_hold_a_query(store, share, softcap, expected):
     """The cases above would pass without them."""
-    pair_format = pytest.importorskip("hfkvq.kernels.triton.pair_format")
+    pytest.importorskip("triton")
     from hfkvq.kernels.triton.decode_plan import Queries, Scoring, plan_of
 
     dtype = torch.bfloat16
     query = Queries((1, share, 1, 128), (share * 128, 128, share * 128, 1), dtype, dtype)
     scoring = Scoring(None, None, 0.1, softcap)
     plan = plan_of(store, query, (1, 128, 32, 32, dtype), (1,), scoring, torch.device("cpu"), 0, False, 0)
-    assert pair_format.PairFormat(*plan.launches[0].constants["FORMATS"][0]).digits == expected
+    assert plan.launches[0].constants["SHAPE"].FORMATS[0].digits == expected
 
 
 @pytest.mark.parametrize("backend", ["interpret"], indirect=True)
@@ -479,8 +479,8 @@ def test_short_rows_have_parts_of_pages_as_programs(monkeypatch, backend, runs, 
     monkeypatch.setattr(planner, "multiprocessors", lambda device: 132)
     got = decode(layer, backend, 0.1)
     (launch,) = made[0].launches
-    assert pair_format.PairFormat(*launch.constants["FORMATS"][0]).step == step
-    assert (launch.numbers["FINE"], launch.numbers["PAGES0"]) == (1, layer.case.pages * 128 // step)
+    assert launch.constants["SHAPE"].FORMATS[0].step == step
+    assert (launch.numbers["MODE"] & pair_format.FINE, launch.numbers["PAGES0"]) == (1, layer.case.pages * 128 // step)
     exact = attend(layer, torch.float64, 0.1)
     assert_as_good_as_torch(got, exact, attend(layer, torch.bfloat16, 0.1))
     # Long rows have steps that suit the format, in the same program.
@@ -488,8 +488,8 @@ def test_short_rows_have_parts_of_pages_as_programs(monkeypatch, backend, runs, 
     query = planner.Queries((1, 4, 1, 128), (512, 128, 512, 1), torch.bfloat16, torch.bfloat16)
     windows = (1, 128, 32, 32, torch.bfloat16)
     long = plan(layer.case.store.spec, query, windows, (64,), scoring, torch.device("cpu"), 0, False, 0)
-    assert long.launches[0].numbers["FINE"] == 0
-    assert pair_format.PairFormat(*long.launches[0].constants["FORMATS"][0]).step == (128 if runs[0] == "2" else 64)
+    assert long.launches[0].numbers["MODE"] & pair_format.FINE == 0
+    assert long.launches[0].constants["SHAPE"].FORMATS[0].step == (128 if runs[0] == "2" else 64)
 
 
 # Formats that the loop over pages takes in ways of their own.
@@ -570,15 +570,6 @@ def test_hidden_tokens_may_be_no_numbers(triton_backend):
     full = next(x for x in runs if x.dtype == torch.bfloat16 and x.shape[-1] == 8)
     full[:, :, 3] = torch.inf
     torch.testing.assert_close(decode_attention(q, *asked), expected, rtol=0, atol=0)
-
-
-def test_constants_of_formats_are_where_their_names_say():
-    pair = pytest.importorskip("hfkvq.kernels.triton.pair_format")
-    for at, name in enumerate(pair.PairFormat._fields[:-1]):
-        assert getattr(pair, name.upper()).value == at
-    names = [f"K_{name.upper()}" for name in pair.KEY_TENSORS] + [f"V_{name.upper()}" for name in pair.VALUE_TENSORS]
-    for at, name in enumerate(["TABLE", "POS", *names]):
-        assert getattr(pair, name).value == at
 
 
 @pytest.mark.parametrize("name", ["2c-2t-raised-4-16", "values-lag", "two-runs"])

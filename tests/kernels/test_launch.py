@@ -603,7 +603,7 @@ def test_launch_parameters_are_in_force_at_once(noted):
         with launch_parameters("decode", step=32, stages=3):
             finer = decode_constants()
             assert finer["maxnreg"] == "96"
-            assert finer["FORMATS"] != before["FORMATS"]
+            assert finer["SHAPE"] != before["SHAPE"]
         assert decode_constants() == limited
     assert decode_constants() == before
     # Within one edition plans are kept.

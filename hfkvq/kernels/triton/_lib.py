@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import MockTensor
 
 from ..pages import PageFormat, Side
 
@@ -95,42 +96,76 @@ def power(x: int) -> int:
     return 1 << max(0, x - 1).bit_length()
 
 
-PARTS = ("codes", "scale", "zero", "norm", "high", "high_index", "full", "full_index")
-"""A side's tensors in the order in which kernels take them."""
+class Page(NamedTuple):
+    """A side's tensors; None for what its format lacks, and bytes for fp8, a type that some GPUs lack."""
+
+    codes: Any
+    scale: Any
+    zero: Any
+    norm: Any
+    high: Any
+    high_index: Any
+    full: Any
+    full_index: Any
 
 
-def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> dict[str, Tensor | None]:
-    """Tensors of a side as `load_page` takes them, by name; fp8 codes as bytes, None for parts that a format lacks."""
+class PageShape(NamedTuple):
+    """Constants of a side for `load_page`.
+
+    Attributes:
+        D: channels.
+        G: tokens of a page.
+        BITS: width of a code.
+        GROUP: elements that share a scale.
+        PER_CHANNEL: whether channels have scales of their own.
+        TOKEN_MAJOR: whether a token's codes lie side by side.
+        N4: channels that a page stores at 4 bits.
+        N16: those at 16 bits.
+        BE: words of a token's tile, a power of two.
+    """
+
+    D: int
+    G: int
+    BITS: int
+    GROUP: int
+    PER_CHANNEL: bool
+    TOKEN_MAJOR: bool
+    N4: int
+    N16: int
+    BE: int
+
+
+def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> Page:
+    """Tensors of a side as `load_page` takes them."""
     assert all(part.is_contiguous() for part in parts), "pages are contiguous"
     named = dict(zip(fmt.names, parts, strict=True))
     if fmt.bits == 8:
-        # Bytes stand in for fp8, a type that some GPUs lack.
         named["codes"] = named["codes"].view(torch.uint8)
-    return {name: named.get(name) for name in PARTS}
+    return Page(*map(named.get, Page._fields))
 
 
-def page_kinds(fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.dtype | None]:
-    """Dtypes of what `page_tensors` returns, in order, for pages of a model of ``dtype``."""
-    named = {name: kind or dtype for name, (_, kind) in fmt.shapes(side, heads, head_dim).items()}
+def page_kinds(fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> Page:
+    """Mock tensors of the dtypes of what `page_tensors` returns, for pages of a model of ``dtype``."""
+    named = {name: MockTensor(kind or dtype) for name, (_, kind) in fmt.shapes(side, heads, head_dim).items()}
     if fmt.bits == 8:
-        named["codes"] = torch.uint8
-    return [named.get(name) for name in PARTS]
+        named["codes"] = MockTensor(torch.uint8)
+    return Page(*map(named.get, Page._fields))
 
 
-def page_constants(fmt: PageFormat, side: Side, head_dim: int) -> dict[str, Any]:
-    """Constants of a side for `load_page`, by the names of the kernels' parameters."""
-    return {
-        "D": head_dim,
-        "G": fmt.page_size,
-        "BITS": fmt.bits,
-        "GROUP": fmt.group_size,
-        "PER_CHANNEL": fmt.axis == "channel",
-        "TOKEN_MAJOR": side == "keys" or fmt.bits >= 8,
-        "N4": fmt.raised_room(4),
-        "N16": fmt.raised_room(16),
+def page_shape(fmt: PageFormat, side: Side, head_dim: int) -> PageShape:
+    """Constants of a side for `load_page`."""
+    return PageShape(
+        D=head_dim,
+        G=fmt.page_size,
+        BITS=fmt.bits,
+        GROUP=fmt.group_size,
+        PER_CHANNEL=fmt.axis == "channel",
+        TOKEN_MAJOR=side == "keys" or fmt.bits >= 8,
+        N4=fmt.raised_room(4),
+        N16=fmt.raised_room(16),
         # Matrix products sum over 16 channels or more.
-        "BE": max(power(words_of(fmt, head_dim)), 16 // fields_of(fmt.bits)),
-    }
+        BE=max(power(words_of(fmt, head_dim)), 16 // fields_of(fmt.bits)),
+    )
 
 
 def page_block(fmt: PageFormat, head_dim: int, elements: int, least: int) -> int:
@@ -193,17 +228,20 @@ def from_e4m3(b_byte):
 
 @triton.jit
 def dequantize(
-    b_code, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, o_t, m_t, o_c,
-    m_c, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr,
-    N4: tl.constexpr, N16: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+    b_code, page, i_head, i_first, o_t, m_t, o_c, m_c, SHAPE: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
+):
     """f32 [BT, BC] of the codes (bytes, for fp8) of slots ``o_t = i_first + [0, BT)`` and channels ``o_c``."""
+    D: tl.constexpr = SHAPE.D
+    G: tl.constexpr = SHAPE.G
+    GROUP: tl.constexpr = SHAPE.GROUP
+    N4: tl.constexpr = SHAPE.N4
+    N16: tl.constexpr = SHAPE.N16
     m_tile = m_t[:, None] & m_c[None, :]
     if N4 > 0:
         # Eight tokens of the page share a word.
         ROWS: tl.constexpr = G // 8
-        b_rank = rank_of_channel(high_index + i_head * N4, o_c, N4, triton.next_power_of_2(N4))
-        p_high = high + i_head * (G // 8 * N4) + b_rank[None, :]
+        b_rank = rank_of_channel(page.high_index + i_head * N4, o_c, N4, triton.next_power_of_2(N4))
+        p_high = page.high + i_head * (G // 8 * N4) + b_rank[None, :]
         if G % BT == 0 and BT % ROWS == 0:
             # Whole fields of the words. [ROWS, BC]
             o_row = tl.arange(0, ROWS)
@@ -217,19 +255,19 @@ def dequantize(
             b_high = tl.load(p_high + o_row[:, None] * N4, mask=m_tile & (b_rank < N4)[None, :], other=0).to(tl.int32)
             b_high = b_high >> (o_t // ROWS * 2)[:, None]
         b_code += (b_high & 3) << 2
-    b_x = from_e4m3(b_code) if BITS == 8 else b_code.to(tl.float32)
-    if PER_CHANNEL:
+    b_x = from_e4m3(b_code) if SHAPE.BITS == 8 else b_code.to(tl.float32)
+    if SHAPE.PER_CHANNEL:
         p_group = i_head * (G // GROUP * D)
         if GROUP % BT == 0 or GROUP == G:
             # The tile lies within one group. [BC]
             p_group += i_first // GROUP * D + o_c
-            b_scale = tl.load(scale + p_group, mask=m_c, other=0.0).to(tl.float32)[None, :]
-            b_zero = tl.load(zero + p_group, mask=m_c, other=0.0).to(tl.float32)[None, :]
+            b_scale = tl.load(page.scale + p_group, mask=m_c, other=0.0).to(tl.float32)[None, :]
+            b_zero = tl.load(page.zero + p_group, mask=m_c, other=0.0).to(tl.float32)[None, :]
         else:
             # [BT, BC]
             p_group += (o_t // GROUP * D)[:, None] + o_c[None, :]
-            b_scale = tl.load(scale + p_group, mask=m_tile, other=0.0).to(tl.float32)
-            b_zero = tl.load(zero + p_group, mask=m_tile, other=0.0).to(tl.float32)
+            b_scale = tl.load(page.scale + p_group, mask=m_tile, other=0.0).to(tl.float32)
+            b_zero = tl.load(page.zero + p_group, mask=m_tile, other=0.0).to(tl.float32)
         b_x = b_x * b_scale + b_zero
     else:
         p_group = i_head * (D // GROUP * G)
@@ -246,94 +284,80 @@ def dequantize(
             # [BT, BC]
             p_group += (o_c // GROUP * G)[None, :] + o_t[:, None]
             m_group = m_tile
-        b_scale = tl.load(scale + p_group, mask=m_group, other=0.0).to(tl.float32)
+        b_scale = tl.load(page.scale + p_group, mask=m_group, other=0.0).to(tl.float32)
         if GROUP == D or BC == D:
             b_scale = tl.expand_dims(b_scale, -1)
         b_x = b_x * b_scale
-        if BITS < 8:
-            b_zero = tl.load(zero + p_group, mask=m_group, other=0.0).to(tl.float32)
+        if SHAPE.BITS < 8:
+            b_zero = tl.load(page.zero + p_group, mask=m_group, other=0.0).to(tl.float32)
             if GROUP == D or BC == D:
                 b_zero = tl.expand_dims(b_zero, -1)
             b_x = b_x + b_zero
         b_x = tl.reshape(b_x, (BT, BC))
-    if norm is not None:
-        if PER_CHANNEL:
-            b_x = b_x * tl.load(norm + i_head * G + o_t, mask=m_t, other=0.0).to(tl.float32)[:, None]
+    if page.norm is not None:
+        if SHAPE.PER_CHANNEL:
+            b_x = b_x * tl.load(page.norm + i_head * G + o_t, mask=m_t, other=0.0).to(tl.float32)[:, None]
         else:
-            b_x = b_x * tl.load(norm + i_head * D + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+            b_x = b_x * tl.load(page.norm + i_head * D + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
     if N16 > 0:
-        b_rank = rank_of_channel(full_index + i_head * N16, o_c, N16, triton.next_power_of_2(N16))
-        p_full = full + i_head * (G * N16) + o_t[:, None] * N16 + b_rank[None, :]
+        b_rank = rank_of_channel(page.full_index + i_head * N16, o_c, N16, triton.next_power_of_2(N16))
+        p_full = page.full + i_head * (G * N16) + o_t[:, None] * N16 + b_rank[None, :]
         b_x += tl.load(p_full, mask=m_tile & (b_rank < N16)[None, :], other=0.0).to(tl.float32)
     # A select, not a product: scale and zero of a page that is only reserved may be NaN.
     return tl.where(m_tile, b_x, 0.0)
 
 
 @triton.jit
-def load_page(
-    codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, m_t,
-    D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr,
-    TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, BT: tl.constexpr,
-    BE: tl.constexpr,
-):  # fmt: skip
+def word_pointers(page, i_head, o_t, o_e, E: tl.constexpr, SHAPE: tl.constexpr):
+    """Addresses of words ``o_e`` of slots ``o_t``."""
+    p_head = page.codes + i_head * (SHAPE.G * E)
+    if SHAPE.TOKEN_MAJOR:
+        return p_head + o_t[:, None] * E + o_e[None, :]
+    else:
+        return p_head + o_e[None, :] * SHAPE.G + o_t[:, None]
+
+
+@triton.jit
+def load_page(page, i_head, i_first, m_t, SHAPE: tl.constexpr, BT: tl.constexpr):
     """Dense [BT, FIELDS * BE] tile of a page: slots ``i_first + [0, BT)``, channels in the order of fields.
 
-    f32; 16-bit pages stay in their own dtype. The codes of 8-bit pages are passed as bytes.
-
-    Elements that ``m_t`` or the head's width rule out are 0, whatever the page holds there.
+    f32; 16-bit pages stay in their own dtype. Elements that ``m_t`` or the head's width rule out are 0, whatever the
+    page holds there.
     """
+    BITS: tl.constexpr = SHAPE.BITS
+    BE: tl.constexpr = SHAPE.BE
     FIELDS: tl.constexpr = 16 // BITS if BITS < 8 else 1
-    E: tl.constexpr = (D + FIELDS - 1) // FIELDS
+    E: tl.constexpr = (SHAPE.D + FIELDS - 1) // FIELDS
     o_t = i_first + tl.arange(0, BT)
     o_e = tl.arange(0, BE)
-    o_c, m_c = field_channels(o_e, D, E, FIELDS, BE)
+    o_c, m_c = field_channels(o_e, SHAPE.D, E, FIELDS, BE)
     i_head = i_head.to(tl.int64)
-    if TOKEN_MAJOR:
-        p_word = codes + i_head * (G * E) + o_t[:, None] * E + o_e[None, :]
-    else:
-        p_word = codes + i_head * (G * E) + o_e[None, :] * G + o_t[:, None]
     # [BT, BE]
+    p_word = word_pointers(page, i_head, o_t, o_e, E, SHAPE)
     b_x = tl.load(p_word, mask=m_t[:, None] & (o_e[None, :] < E), other=0)
     if BITS < 8:
         b_x = unpack_fields(b_x, BITS, FIELDS, BE, BT)
     if BITS < 16:
-        b_x = dequantize(
-            b_x, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, o_t, m_t,
-            o_c, m_c, D, G, BITS, GROUP, PER_CHANNEL, N4, N16, BT, FIELDS * BE,
-        )  # fmt: skip
+        b_x = dequantize(b_x, page, i_head, i_first, o_t, m_t, o_c, m_c, SHAPE, BT, FIELDS * BE)
     return b_x
 
 
 @triton.jit
-def load_page_in_order(
-    codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, m_t,
-    D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr,
-    TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, BT: tl.constexpr,
-    BE: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
+def load_page_in_order(page, i_head, i_first, m_t, SHAPE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
     """`load_page` with channels in their natural order: [BT, BD]."""
+    BITS: tl.constexpr = SHAPE.BITS
     FIELDS: tl.constexpr = 16 // BITS if BITS < 8 else 1
-    if FIELDS * BE == BD and (FIELDS == 1 or BD == D):
-        b_x = load_page(
-            codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, m_t,
-            D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE,
-        )  # fmt: skip
+    if FIELDS * SHAPE.BE == BD and (FIELDS == 1 or BD == SHAPE.D):
+        b_x = load_page(page, i_head, i_first, m_t, SHAPE, BT)
     else:
         # Where words do not fill a power of two, every word is loaded again for each of its fields: from the cache.
-        E: tl.constexpr = (D + FIELDS - 1) // FIELDS
+        E: tl.constexpr = (SHAPE.D + FIELDS - 1) // FIELDS
         o_t = i_first + tl.arange(0, BT)
         o_c = tl.arange(0, BD)
-        m_c = o_c < D
+        m_c = o_c < SHAPE.D
         i_head = i_head.to(tl.int64)
-        o_e = o_c % E
-        if TOKEN_MAJOR:
-            p_word = codes + i_head * (G * E) + o_t[:, None] * E + o_e[None, :]
-        else:
-            p_word = codes + i_head * (G * E) + o_e[None, :] * G + o_t[:, None]
+        p_word = word_pointers(page, i_head, o_t, o_c % E, E, SHAPE)
         b_x = tl.load(p_word, mask=m_t[:, None] & m_c[None, :], other=0).to(tl.int32)
         b_x = (b_x >> (o_c // E * BITS)[None, :]) & ((1 << BITS) - 1)
-        b_x = dequantize(
-            b_x, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, o_t, m_t,
-            o_c, m_c, D, G, BITS, GROUP, PER_CHANNEL, N4, N16, BT, BD,
-        )  # fmt: skip
+        b_x = dequantize(b_x, page, i_head, i_first, o_t, m_t, o_c, m_c, SHAPE, BT, BD)
     return b_x

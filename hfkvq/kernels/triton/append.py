@@ -17,44 +17,56 @@ from ..hadamard import block_of, largest_block
 from ._lib import cdiv, power
 from .hadamard import saturated, turned
 from .launch import Launch
-from .windows import without_last
+from .pair_format import Row
+
+
+class AppendShape(NamedTuple):
+    """Constants of one side of a step's new tokens.
+
+    Attributes:
+        D: channels.
+        BLOCK: channels that are taken as a row: a rotation's block, if there is one.
+        ROTATE: the rotation, 0 for none.
+        BR: rows at a time.
+        LOOPS: how many times.
+    """
+
+    D: int
+    BLOCK: int
+    ROTATE: int
+    BR: int
+    LOOPS: int
 
 
 @triton.jit
-def blocks_of(i, H, T, D: tl.constexpr, BLOCK: tl.constexpr, BR: tl.constexpr):
-    """Blocks of BLOCK channels, BR at a time: a mask, heads, tokens and channels."""
-    BLOCKS: tl.constexpr = D // BLOCK
-    o_r = i * BR + tl.arange(0, BR)
+def blocks_of(i, H, T, SHAPE: tl.constexpr):
+    """Rows of a side, some at a time: a mask, heads, tokens and channels."""
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    BLOCKS: tl.constexpr = SHAPE.D // BLOCK
+    o_r = i * SHAPE.BR + tl.arange(0, SHAPE.BR)
     o_c = (o_r % BLOCKS * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
     return o_r < T * H * BLOCKS, (o_r // BLOCKS % H).to(tl.int64), o_r // (BLOCKS * H), o_c
 
 
 @triton.jit
-def new_rows(
-    x, i, i_b, s_b, s_h, s_l, s_d, H, T, D: tl.constexpr, BLOCK: tl.constexpr, BR: tl.constexpr
-):  # fmt: skip
-    """The i-th BR blocks of a row's new tokens: [BR, BLOCK]."""
-    m_r, o_h, o_j, o_c = blocks_of(i, H, T, D, BLOCK, BR)
-    p_x = (x + i_b * s_b + o_h * s_h + o_j.to(tl.int64) * s_l)[:, None] + o_c * s_d
+def new_rows(x, i, i_b, strides, H, T, SHAPE: tl.constexpr):
+    """The i-th rows of new tokens: [BR, BLOCK]."""
+    m_r, o_h, o_j, o_c = blocks_of(i, H, T, SHAPE)
+    p_x = (x + i_b * strides[0] + o_h * strides[1] + o_j.to(tl.int64) * strides[2])[:, None] + o_c * strides[3]
     return tl.load(p_x, mask=m_r[:, None], other=0.0)
 
 
 @triton.jit
-def append_side(
-    b_x, x, sink, tail, i_b, i_w, i_length, s_b, s_h, s_l, s_d, factor, H, T, S, W,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROTATE: tl.constexpr, BR: tl.constexpr, LOOPS: tl.constexpr,
-):  # fmt: skip
-    """New tokens of row i_b and one side, for row i_w of the windows, BR blocks of BLOCK channels at a time.
-
-    ``b_x`` are the first.
-    """
-    for i in range(LOOPS):
+def append_side(b_x, x, sink, tail, i_b, i_w, i_length, strides, factor, H, T, S, W, SHAPE: tl.constexpr):
+    """New tokens of row i_b and one side, for row i_w of the windows; ``b_x`` are the first rows."""
+    D: tl.constexpr = SHAPE.D
+    for i in range(SHAPE.LOOPS):
         if i > 0:
-            b_x = new_rows(x, i, i_b, s_b, s_h, s_l, s_d, H, T, D, BLOCK, BR)
-        m_r, o_h, o_j, o_c = blocks_of(i, H, T, D, BLOCK, BR)
+            b_x = new_rows(x, i, i_b, strides, H, T, SHAPE)
+        m_r, o_h, o_j, o_c = blocks_of(i, H, T, SHAPE)
         b_y = b_x
-        if ROTATE:
-            b_y = saturated(turned(b_x.to(tl.float32), ROTATE, BR, False) * factor, x.dtype.element_ty)
+        if SHAPE.ROTATE:
+            b_y = saturated(turned(b_x.to(tl.float32), SHAPE.ROTATE, SHAPE.BR, False) * factor, x.dtype.element_ty)
         o_token = i_length + o_j
         m_sink = o_token < S
         o_head = i_w * H + o_h
@@ -66,34 +78,25 @@ def append_side(
 
 @triton.jit(do_not_specialize=["T", "S", "WK", "WV", "length"])
 def append_kernel(
-    keys, values, sink_k, sink_v, tail_k, tail_v, counters, rows, length, s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl,
-    s_vd, factor_k, factor_v, H, T, S, WK, WV,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROTATE_K: tl.constexpr,
-    ROTATE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOOPS_K: tl.constexpr, LOOPS_V: tl.constexpr,
-):  # fmt: skip
-    """One row; its counter stands ``length`` elements into ``counters``, and no other program reads it.
+    keys, values, row, length, s_k, s_v, factors, H, T, S, WK, WV, KEYS: tl.constexpr, VALUES: tl.constexpr
+):
+    """One row; its counter stands ``length`` elements into the counters, and no other program reads it.
 
-    With ``rows`` the counter is of several layers, and counts the tokens already.
+    With a map of rows the counter is of several layers, and counts the tokens already.
     """
     i_b = tl.program_id(0).to(tl.int64)
-    p_length = counters + length + i_b
+    p_length = row.counters + length + i_b
     i_length = tl.load(p_length)
     i_w = i_b
-    if rows is not None:
+    if row.rows is not None:
         i_length -= T
-        i_w = tl.load(rows + i_b).to(tl.int64)
+        i_w = tl.load(row.rows + i_b).to(tl.int64)
     # The loads start together with the length's.
-    b_k = new_rows(keys, 0, i_b, s_kb, s_kh, s_kl, s_kd, H, T, DK, BLOCK_K, BK)
-    b_v = new_rows(values, 0, i_b, s_vb, s_vh, s_vl, s_vd, H, T, DV, BLOCK_V, BV)
-    append_side(
-        b_k, keys, sink_k, tail_k, i_b, i_w, i_length, s_kb, s_kh, s_kl, s_kd, factor_k, H, T, S, WK,
-        DK, BLOCK_K, ROTATE_K, BK, LOOPS_K,
-    )  # fmt: skip
-    append_side(
-        b_v, values, sink_v, tail_v, i_b, i_w, i_length, s_vb, s_vh, s_vl, s_vd, factor_v, H, T, S, WV,
-        DV, BLOCK_V, ROTATE_V, BV, LOOPS_V,
-    )  # fmt: skip
-    if rows is None:
+    b_k = new_rows(keys, 0, i_b, s_k, H, T, KEYS)
+    b_v = new_rows(values, 0, i_b, s_v, H, T, VALUES)
+    append_side(b_k, keys, row.sink_k, row.tail_k, i_b, i_w, i_length, s_k, factors[0], H, T, S, WK, KEYS)
+    append_side(b_v, values, row.sink_v, row.tail_v, i_b, i_w, i_length, s_v, factors[1], H, T, S, WV, VALUES)
+    if row.rows is None:
         # Every warp has read the length by now.
         tl.debug_barrier()
         tl.store(p_length, i_length + T)
@@ -110,14 +113,13 @@ def append_constants(
 ) -> dict[str, Any]:
     """Constants of kernels that call `append_side` for keys and values of these shapes, by name."""
     found: dict[str, Any] = {"enable_fp_fusion": False}
-    for name, shape, rotate in (("V", values, rotate_values), ("K", keys, rotate_keys)):
+    for name, shape, rotate in (("VALUES", values, rotate_values), ("KEYS", keys, rotate_keys)):
         _, heads, tokens, dim = shape
         block = block_of(rotate) or largest_block(dim)
         # Elements a step of the loop holds: enough for 16 bytes a thread, and no more than the tokens of the call.
         rows = power(min(tokens * heads * dim, 8192) // block)
-        found |= {f"D{name}": dim, f"BLOCK_{name}": block, f"ROTATE_{name}": rotate, f"B{name}": rows}
-        found[f"LOOPS_{name}"] = cdiv(tokens * heads * dim, rows * block)
-        # Strides of the keys come last.
+        found[name] = AppendShape(dim, block, rotate, rows, cdiv(tokens * heads * dim, rows * block))
+        # Those of keys come last.
         found["num_warps"] = max(1, min(8, power(rows * block // 256)))
     return found
 
@@ -158,14 +160,18 @@ def new_tokens(keys: Tensor, values: Tensor, windows: Sequence[Tensor]) -> NewTo
     return NewTokens(keys.shape, keys.stride(), values.shape, values.stride(), *kinds, *lengths, keys.device)
 
 
-def append_numbers(new: NewTokens, constants: Mapping[str, Any]) -> dict[str, int | float]:
+def append_numbers(new: NewTokens, constants: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `append_kernel` by name: strides, factors of rotations, heads, tokens, and lengths of windows."""
     _, heads, tokens, _ = new.keys
-    found: dict[str, int | float] = {"H": heads, "T": tokens, "S": new.sink, "WK": new.key_tail, "WV": new.value_tail}
-    for side, stride in (("k", new.key_stride), ("v", new.value_stride)):
-        found |= dict(zip((f"s_{side}b", f"s_{side}h", f"s_{side}l", f"s_{side}d"), stride, strict=True))
-        found[f"factor_{side}"] = constants[f"BLOCK_{side.upper()}"] ** -0.5
-    return found
+    factors = tuple([constants[side].BLOCK ** -0.5 for side in ("KEYS", "VALUES")])
+    sizes = {"H": heads, "T": tokens, "S": new.sink, "WK": new.key_tail, "WV": new.value_tail}
+    return {"s_k": new.key_stride, "s_v": new.value_stride, "factors": factors, **sizes}
+
+
+def row_of(windows_and_counters: Sequence[Any], rows: Any = None) -> Row:
+    """Four windows and the counters behind them as kernels take them."""
+    *windows, counters = windows_and_counters
+    return Row(counters, *windows, rows)
 
 
 @lru_cache(maxsize=1024)
@@ -174,7 +180,11 @@ def append_launch(new: NewTokens, rotate_keys: int, rotate_values: int, mapped: 
     constants = append_constants(new.keys, new.values, rotate_keys, rotate_values)
     batch = new.keys[0]
     numbers = {"length": LENGTH * batch, **append_numbers(new, constants)}
-    return Launch(append_kernel, (batch,), numbers, constants, new.device, None if mapped else without_last)
+
+    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
+        return given[0], given[1], row_of(given[2:7], given[7] if mapped else None)
+
+    return Launch(append_kernel, (batch,), numbers, constants, new.device, nest)
 
 
 def append_triton(

@@ -10,12 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import pair_format as pair
 from .attend_digits import attend_digits, twice
 from .attend_loose import attend_loose
 from .attend_pages import attend_pages
 from .attend_rows import first_token, last_past, last_visible, loop_tokens, mask_start, query_rows, row_counters
 from .fields import fields_of, query_fields, words_of
+from .pair_format import EARLY, FINE, TURNED
+
+BY_STEPS, IS_EARLY, IS_TURNED = (tl.constexpr(bit) for bit in (FINE, EARLY, TURNED))
 
 
 @triton.jit
@@ -43,22 +45,18 @@ def ask_ahead(p, BYTES: tl.constexpr):
 
 
 @triton.jit
-def share_of(n_tokens, SPLITS, FINE, BT: tl.constexpr, G: tl.constexpr):
-    """Steps of BT tokens that each of SPLITS programs takes: those of whole pages or, if FINE, any number."""
-    n_units = tl.where(FINE != 0, (n_tokens + BT - 1) // BT, (n_tokens + G - 1) // G)
-    return (n_units + SPLITS - 1) // SPLITS * tl.where(FINE != 0, 1, G // BT)
+def split_steps(n_k, n_v, i_length, n_q, i_split, SPLITS, MODE, FORM: tl.constexpr, SHAPE: tl.constexpr):
+    """Tokens that the loop takes in all, and the first and the end of a split's steps.
 
-
-@triton.jit
-def split_steps(
-    n_k, n_v, i_length, n_q, i_split, SPLITS, FINE, FORM: tl.constexpr, SEVERAL: tl.constexpr, S: tl.constexpr,
-    G: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Tokens that the loop takes in all, and the first and the end of a split's steps."""
-    BT: tl.constexpr = FORM[pair.STEP]
-    n_tokens = loop_tokens(n_k, n_v, i_length, n_q, SEVERAL, S, G, ORDERED, MASK, FORM[pair.OPEN])
-    i_base = first_token(i_length, n_q, n_tokens, S, G, WINDOW)
-    n_share = share_of(n_tokens - i_base, SPLITS, FINE, BT, G)
+    Each of SPLITS programs takes the steps of whole pages or, in the mode `FINE`, any number of steps.
+    """
+    BT: tl.constexpr = FORM.step
+    G: tl.constexpr = SHAPE.G
+    n_tokens = loop_tokens(n_k, n_v, i_length, n_q, FORM.open, SHAPE)
+    i_base = first_token(i_length, n_q, n_tokens, SHAPE.S, G, SHAPE.WINDOW)
+    n_rest = n_tokens - i_base
+    n_units = tl.where(MODE & BY_STEPS != 0, (n_rest + BT - 1) // BT, (n_rest + G - 1) // G)
+    n_share = (n_units + SPLITS - 1) // SPLITS * tl.where(MODE & BY_STEPS != 0, 1, G // BT)
     i_first = i_base // BT + i_split * n_share
     return n_tokens, i_first, tl.minimum(i_first + n_share, (n_tokens + BT - 1) // BT)
 
@@ -66,170 +64,151 @@ def split_steps(
 @triton.jit
 def table_entry(run, i_b, i_page, n_table):
     """Past the L1 cache, which must not keep what is written while this program waits."""
-    return tl.load(run[pair.TABLE] + i_b * n_table + i_page, cache_modifier=".cg")
+    return tl.load(run.table + i_b * n_table + i_page, cache_modifier=".cg")
 
 
 @triton.jit
-def ask_for_page(
-    run, i_head, FORM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr,
-):  # fmt: skip
+def ask_for_page(run, i_head, FORM: tl.constexpr, SHAPE: tl.constexpr):
     """Has a head's part of a page brought into the L2 cache."""
-    K_META: tl.constexpr = G * D // FORM[pair.KEY_GROUP]
-    V_META: tl.constexpr = G * DV // FORM[pair.VALUE_GROUP]
-    K_BYTES: tl.constexpr = G * D * FORM[pair.KEY_BITS] // 8
-    V_BYTES: tl.constexpr = G * DV * FORM[pair.VALUE_BITS] // 8
-    ask_ahead(run[pair.K_CODES] + i_head * (K_BYTES // 2), K_BYTES)
-    ask_ahead(run[pair.K_SCALE] + i_head * K_META, 2 * K_META)
-    ask_ahead(run[pair.K_ZERO] + i_head * K_META, 2 * K_META)
-    if FORM[pair.ROOM4] > 0:
-        ask_ahead(run[pair.K_HIGH] + i_head * (G // 8 * FORM[pair.ROOM4]), G // 4 * FORM[pair.ROOM4])
-    if FORM[pair.ROOM16] > 0:
-        ask_ahead(run[pair.K_FULL] + i_head * (G * FORM[pair.ROOM16]), 2 * G * FORM[pair.ROOM16])
-    ask_ahead(run[pair.V_CODES] + i_head * (V_BYTES // 2), V_BYTES)
-    ask_ahead(run[pair.V_SCALE] + i_head * V_META, 2 * V_META)
-    ask_ahead(run[pair.V_ZERO] + i_head * V_META, 2 * V_META)
+    G: tl.constexpr = SHAPE.G
+    K_META: tl.constexpr = G * SHAPE.D // FORM.key_group
+    V_META: tl.constexpr = G * SHAPE.DV // FORM.value_group
+    K_BYTES: tl.constexpr = G * SHAPE.D * FORM.key_bits // 8
+    V_BYTES: tl.constexpr = G * SHAPE.DV * FORM.value_bits // 8
+    ask_ahead(run.k_codes + i_head * (K_BYTES // 2), K_BYTES)
+    ask_ahead(run.k_scale + i_head * K_META, 2 * K_META)
+    ask_ahead(run.k_zero + i_head * K_META, 2 * K_META)
+    if FORM.room4 > 0:
+        ask_ahead(run.k_high + i_head * (G // 8 * FORM.room4), G // 4 * FORM.room4)
+    if FORM.room16 > 0:
+        ask_ahead(run.k_full + i_head * (G * FORM.room16), 2 * G * FORM.room16)
+    ask_ahead(run.v_codes + i_head * (V_BYTES // 2), V_BYTES)
+    ask_ahead(run.v_scale + i_head * V_META, 2 * V_META)
+    ask_ahead(run.v_zero + i_head * V_META, 2 * V_META)
 
 
 @triton.jit
 def attend_split(
-    run, counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, B, n_table, FINE, EARLY,
-    mask, scaling, softcap, n_q, FORM: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
-    SEVERAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
-    ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
-    DTYPE: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
+    run, counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, B, n_table, MODE, mask,
+    factors, n_q, FORM: tl.constexpr, RUN: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Split ``i_split`` of SPLITS of a row's pages: whole pages or, if FINE, steps."""
-    K_BITS: tl.constexpr = FORM[pair.KEY_BITS]
+    """Split ``i_split`` of SPLITS of a row's pages."""
+    K_BITS: tl.constexpr = FORM.key_bits
+    D: tl.constexpr = SHAPE.D
     # With little to attend to, a program's time is what it waits for, one thing after the other: counters and queries
-    # are asked for together, the first page as soon as counters are there. EARLY, counters may be a step behind, so
-    # they are read again; until then they only say what to prefetch.
+    # are asked for together, the first page as soon as counters are there. In the mode `EARLY` counters may be a step
+    # behind, so they are read again; until then they only say what to prefetch.
     i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, RUN)
-    ASKS: tl.constexpr = PDL and K_BITS < 8 and FORM[pair.VALUE_BITS] < 8
+    ASKS: tl.constexpr = SHAPE.PDL and K_BITS < 8 and FORM.value_bits < 8
     i_guess = i_split
     i_entry = i_split
     if ASKS:
         # Where every split has a page or a step, and that is where time is short, it is known which.
-        i_guess = tl.minimum(tl.where(FINE != 0, i_split * FORM[pair.STEP] // G, i_split), n_table - 1)
+        i_guess = tl.minimum(tl.where(MODE & BY_STEPS != 0, i_split * FORM.step // SHAPE.G, i_split), n_table - 1)
         i_entry = table_entry(run, i_b, i_guess, n_table)
-    if FORM[pair.DIGITS]:
-        p_rows, m_w = twice(p_q, 16, SHARE)
+    if FORM.digits:
+        p_rows, m_w = twice(p_q, 16, SHAPE.SHARE)
     b_qs = query_fields(
-        p_rows, m_w, D, fields_of(D, K_BITS), words_of(D, K_BITS), FORM[pair.KEY_WORDS], K_BITS, BM, ROTATE
+        p_rows, m_w, D, fields_of(D, K_BITS), words_of(D, K_BITS), FORM.key_words, K_BITS, SHAPE.BM, SHAPE.ROTATE
     )  # fmt: skip
-    n_tokens, i_first, i_end = split_steps(
-        n_k, n_v, i_length, n_q, i_split, SPLITS, FINE, FORM, SEVERAL, S, G, ORDERED, MASK, WINDOW
-    )
+    n_tokens, i_first, i_end = split_steps(n_k, n_v, i_length, n_q, i_split, SPLITS, MODE, FORM, SHAPE)
     if ASKS:
         if i_first < i_end:
-            i_page = i_first * FORM[pair.STEP] // G
+            i_page = i_first * FORM.step // SHAPE.G
             if i_page != i_guess:
                 i_entry = table_entry(run, i_b, i_page, n_table)
-            ask_for_page(run, i_entry.to(tl.int64) * H + i_h, FORM, D, DV, G)
-    if PDL:
-        if EARLY != 0:
+            ask_for_page(run, i_entry.to(tl.int64) * SHAPE.H + i_h, FORM, SHAPE)
+    if SHAPE.PDL:
+        if MODE & IS_EARLY != 0:
             tl.extra.cuda.gdc_wait()
             i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, RUN)
-            n_tokens, i_first, i_end = split_steps(
-                n_k, n_v, i_length, n_q, i_split, SPLITS, FINE, FORM, SEVERAL, S, G, ORDERED, MASK, WINDOW
-            )
+            n_tokens, i_first, i_end = split_steps(n_k, n_v, i_length, n_q, i_split, SPLITS, MODE, FORM, SHAPE)
     if i_first >= i_end:
-        tl.store(outs[1] + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+        tl.store(outs[1] + i_row + o_m, tl.full([SHAPE.BM], float("-inf"), tl.float32), mask=m_m)
     else:
-        o_last = last_visible(i_length, o_m, m_m, n_q, MASK)
-        o_past = last_past(i_length, o_m, n_q, o_last, WINDOW)
-        i_start = mask_start(i_start, i_length, mask, MASK, WINDOW)
-        if FORM[pair.DIGITS]:
+        o_last = last_visible(i_length, o_m, m_m, n_q, SHAPE.MASK)
+        o_past = last_past(i_length, o_m, n_q, o_last, SHAPE.WINDOW)
+        i_start = mask_start(i_start, i_length, mask, SHAPE.MASK, SHAPE.WINDOW)
+        if FORM.digits:
             attend_digits(
-                run, outs, b_qs, i_row, i_b, i_h, i_first, i_end, n_tokens, n_table, scaling, FORM, H, SHARE, D,
-                DV, G,
-            )  # fmt: skip
+                run, outs, b_qs, i_row, i_b, i_h, i_first, i_end, n_tokens, n_table, factors.scaling, FORM, SHAPE
+            )
         else:
             attend_pages(
                 run, outs, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table, i_start, o_last,
-                o_past, mask, scaling, softcap, FORM, H, D, DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE,
-                WINDOW,
+                o_past, mask, factors, FORM, SHAPE,
             )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=[
-        "B", "L", "WK", "WV", "SPLITS", "FIRST", "PAGES0", "PAGES1", "LOOSE", "REST0", "REST1", "TABLE0", "TABLE1",
-        "FINE", "TURN", "EARLY", "QUERIES", "s_mb", "s_mh", "s_mq",
+        "B", "L", "WK", "WV", "SPLITS", "FIRST", "PAGES0", "PAGES1", "TABLE0", "TABLE1", "MODE", "QUERIES", "s_mb",
+        "s_mh", "s_mq",
     ]
 )  # fmt: skip
 def decode_kernel(
-    q, counters, windows, runs, mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap,
-    B, L, WK, WV, SPLITS, FIRST, PAGES0, PAGES1, LOOSE, REST0, REST1, TABLE0, TABLE1, FINE, TURN, EARLY, QUERIES,
-    FORMATS: tl.constexpr, AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
-    SEVERAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
-    BR: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
-    ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
+    q, row, runs, mask, out, out_top, out_sum, strides, factors, B, L, WK, WV, SPLITS, FIRST, PAGES0, PAGES1, TABLE0,
+    TABLE1, MODE, QUERIES, s_mb, s_mh, s_mq, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row and KV head against BM of the queries that share the head.
+    """One split of one row and KV head against some of the queries that share the head.
 
-    The runs here are AT and, perhaps, AT + 1 of TOTAL. In the order of programs: PAGES0 and PAGES1 splits of their full
-    pages; LOOSE blocks of what is loose; where tokens have positions, REST0 and REST1 blocks of what the runs have in
-    pages that are not full, unless there are none or the loop takes them. The first programs take what is TURN places
-    further on. FORMATS: of the runs, then of unquantized tokens. EARLY: queries are asked for before the launch before
-    this one has ended. QUERIES: of a row and head, if they are SEVERAL; one has a variant of its own.
+    In the order of programs: PAGES0 and PAGES1 splits of the runs' full pages; in the first launch, blocks of what is
+    loose; where tokens have positions, blocks of what the runs have in pages that are not full, unless there are none
+    or the loop takes them. ``strides`` are those of queries by row, head and token, and of the mask's columns. MODE:
+    see `pair_format`. QUERIES: of a row and head, if they are SEVERAL.
     """
-    if PDL:
+    if SHAPE.PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if EARLY == 0:
+        if MODE & IS_EARLY == 0:
             tl.extra.cuda.gdc_wait()
+    H: tl.constexpr = SHAPE.H
+    AT: tl.constexpr = SHAPE.AT
     i_bh, i_s, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
-    i_s += TURN
+    i_s += tl.where(MODE & IS_TURNED != 0, PAGES0 + PAGES1, 0)
     i_s = tl.where(i_s >= tl.num_programs(1), i_s - tl.num_programs(1), i_s)
     COUNT: tl.constexpr = len(runs)
-    ORDERED: tl.constexpr = TOTAL == 1
-    FORM0: tl.constexpr = FORMATS[0]
-    FORM1: tl.constexpr = FORMATS[COUNT - 1]
-    LOOSE_FORM: tl.constexpr = FORMATS[0 if ORDERED else COUNT]
-    # Whether blocks take what a run has in pages that are not full.
-    RESTS0: tl.constexpr = not ORDERED and FORM0[pair.RESTS]
-    RESTS1: tl.constexpr = COUNT > 1 and FORM1[pair.RESTS]
-    CAUSAL: tl.constexpr = not ORDERED and SEVERAL and MASK == 0
-    n_q = QUERIES if SEVERAL else 1
-    i_row = (i_bh * SPLITS + FIRST + i_s) * (SHARE * n_q)
+    ORDERED: tl.constexpr = SHAPE.TOTAL == 1
+    FORM0: tl.constexpr = SHAPE.FORMATS[0]
+    FORM1: tl.constexpr = SHAPE.FORMATS[COUNT - 1]
+    LOOSE_FORM: tl.constexpr = SHAPE.FORMATS[0 if ORDERED else COUNT]
+    # Blocks of what a run has in pages that are not full.
+    REST0: tl.constexpr = 0 if ORDERED or not FORM0.rests else SHAPE.G // SHAPE.BR
+    REST1: tl.constexpr = 0 if COUNT == 1 or not FORM1.rests else SHAPE.G // SHAPE.BR
+    n_q = QUERIES if SHAPE.SEVERAL else 1
+    i_row = (i_bh * SPLITS + FIRST + i_s) * (SHAPE.SHARE * n_q)
     outs = (out, out_top, out_sum)
-    s_q = (s_qb, s_qh, s_qt)
     s_m = (s_mb, s_mh, s_mq)
-    o_m, m_m, p_head, masks, p_rows, m_w = query_rows(q, mask, s_q, s_m, s_ml, L, i_b, i_h, i_m, n_q, SHARE, BM, MASK)
+    o_m, m_m, p_head, masks, p_rows, m_w = query_rows(q, mask, strides, s_m, L, i_b, i_h, i_m, n_q, SHAPE)
 
     # A KV head's queries, one token's.
-    p_q = (q + i_b * s_qb + i_h * SHARE * s_qh, s_qh)
+    p_q = (q + i_b * strides[0] + i_h * SHAPE.SHARE * strides[1], strides[1])
+    n_loose = tl.num_programs(1) - REST0 - REST1
     if i_s < PAGES0:
         attend_split(
-            runs[0], counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, B, TABLE0, FINE,
-            EARLY, masks, scaling, softcap, n_q, FORM0, AT, H, SHARE, SEVERAL, D, DV, S, G, BM, ORDERED, MASK, ROWS,
-            SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL, WINDOW,
+            runs[0], row.counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, B, TABLE0,
+            MODE, masks, factors, n_q, FORM0, AT, SHAPE,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1:
         if COUNT > 1:
             attend_split(
-                runs[1], counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0, PAGES1, B,
-                TABLE1, FINE, EARLY, masks, scaling, softcap, n_q, FORM1, AT + 1, H, SHARE, SEVERAL, D, DV, S, G, BM,
-                ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL, WINDOW,
+                runs[1], row.counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0, PAGES1,
+                B, TABLE1, MODE, masks, factors, n_q, FORM1, AT + 1, SHAPE,
             )  # fmt: skip
-    elif i_s < PAGES0 + PAGES1 + LOOSE:
+    elif i_s < n_loose:
         attend_loose(
-            runs[0], windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row, i_s - PAGES0 - PAGES1, B,
-            TABLE0, EARLY, L, WK, WV, scaling, softcap, n_q, LOOSE_FORM, AT, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM,
-            BR, 0 if ORDERED else 1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL, WINDOW,
+            runs[0], row, outs, q, mask, strides, s_m, i_bh, i_m, i_row, i_s - PAGES0 - PAGES1, B, TABLE0, MODE, L, WK,
+            WV, factors, n_q, LOOSE_FORM, AT, 0 if ORDERED else 1, SHAPE,
         )  # fmt: skip
-    elif i_s < PAGES0 + PAGES1 + LOOSE + REST0:
-        if RESTS0:
+    elif i_s < n_loose + REST0:
+        if REST0 > 0:
             attend_loose(
-                runs[0], windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row,
-                i_s - PAGES0 - PAGES1 - LOOSE, B, TABLE0, EARLY, L, WK, WV, scaling, softcap, n_q, FORM0, AT, TOTAL, H,
-                SHARE, SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL, WINDOW,
+                runs[0], row, outs, q, mask, strides, s_m, i_bh, i_m, i_row, i_s - n_loose, B, TABLE0, MODE, L, WK, WV,
+                factors, n_q, FORM0, AT, 2, SHAPE,
             )  # fmt: skip
     else:
-        if RESTS1:
+        if REST1 > 0:
             attend_loose(
-                runs[1], windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row,
-                i_s - PAGES0 - PAGES1 - LOOSE - REST0, B, TABLE1, EARLY, L, WK, WV, scaling, softcap, n_q, FORM1,
-                AT + 1, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED,
-                PDL, WINDOW,
+                runs[1], row, outs, q, mask, strides, s_m, i_bh, i_m, i_row, i_s - n_loose - REST0, B, TABLE1, MODE, L,
+                WK, WV, factors, n_q, FORM1, AT + 1, 2, SHAPE,
             )  # fmt: skip

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from . import key_logits as keys
-from . import pair_format as pair
 from . import value_sums as values
 from .digits import (
     BASE,
@@ -53,18 +52,20 @@ def normed_queries(b_us):
 @triton.jit
 def attend_digits(
     run, outs, b_qs, i_row, i_b, i_h, i_first, i_end, n_tokens, n_table, scaling, FORM: tl.constexpr,
-    H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Steps ``i_first`` to ``i_end`` over the pages of one row's run, as `attend_pages.attend_pages` takes them.
 
     ``b_qs`` has every query in two columns. Logits stand as [tokens / 16, 8, 2, 4]: pairs of tokens in lanes.
     """
-    table = run[pair.TABLE]
-    STAGES: tl.constexpr = FORM[pair.STAGES]
-    BT: tl.constexpr = FORM[pair.STEP]
-    BITS: tl.constexpr = FORM[pair.KEY_BITS]
-    K_CHANNEL: tl.constexpr = FORM[pair.KEY_CHANNEL]
-    OPEN: tl.constexpr = FORM[pair.OPEN]
+    H: tl.constexpr = SHAPE.H
+    D: tl.constexpr = SHAPE.D
+    DV: tl.constexpr = SHAPE.DV
+    G: tl.constexpr = SHAPE.G
+    BT: tl.constexpr = FORM.step
+    BITS: tl.constexpr = FORM.key_bits
+    K_CHANNEL: tl.constexpr = FORM.key_channel
+    OPEN: tl.constexpr = FORM.open
     STEPS: tl.constexpr = G // BT
     EK: tl.constexpr = words_of(D, BITS)
     EV: tl.constexpr = words_of(DV, BITS)
@@ -74,7 +75,7 @@ def attend_digits(
     o_turned = o_r // 16 * 16 + o_r % 8 * 2 + o_r // 8 % 2
     o_e = tl.arange(0, EV)
     o_m = tl.arange(0, 4)
-    m_m = o_m < SHARE
+    m_m = o_m < SHAPE.SHARE
     m_lower = tl.arange(0, 8) % 2 == 1
     b_halves = ()
     for f in tl.static_range(FIELDS):
@@ -98,13 +99,13 @@ def attend_digits(
             b_ds = b_ds + (bytes_of(query_digits(b_halves[f], b_halves[f + FIELDS // 2], b_first, b_all, b_base)),)
         b_total = keys.group_totals(b_qs, D, EK, D)[0] * log2_scaling
         b_total, _ = tl.split(tl.reshape(b_total, (4, 2)))
-    for i_step in tl.range(i_first, i_end, num_stages=STAGES):
+    for i_step in tl.range(i_first, i_end, num_stages=FORM.stages):
         i_slot = i_step % STEPS * BT
-        i_head = tl.load(table + i_b * n_table + i_step // STEPS).to(tl.int64) * H + i_h
+        i_head = tl.load(run.table + i_b * n_table + i_step // STEPS).to(tl.int64) * H + i_h
         p_t = i_head * G + i_slot + o_r
         # int8 [BT, 2 EK]
         b_k = tl.load(
-            run[pair.K_CODES].to(tl.pointer_type(tl.int8), bitcast=True)
+            run.k_codes.to(tl.pointer_type(tl.int8), bitcast=True)
             + i_head * (G * 2 * EK)
             + (i_slot + o_turned)[:, None] * (2 * EK)
             + tl.arange(0, 2 * EK)[None, :]
@@ -113,8 +114,8 @@ def attend_digits(
         b_x = tl.zeros([BT, 8], tl.int32)
         if K_CHANNEL:
             b_us = ()
-            b_scales = keys.channel_meta(run[pair.K_SCALE], i_head, 0, D, G, G, EK, EK, FIELDS, 1)
-            b_lows = keys.channel_meta(run[pair.K_ZERO], i_head, 0, D, G, G, EK, EK, FIELDS, 1)
+            b_scales = keys.channel_meta(run.k_scale, i_head, 0, D, G, G, EK, EK, FIELDS, 1)
+            b_lows = keys.channel_meta(run.k_zero, i_head, 0, D, G, G, EK, EK, FIELDS, 1)
             # Zeros add the same to all tokens of a tile.
             b_even = tl.zeros([16, 8], tl.float32)
             b_odd = tl.zeros([16, 8], tl.float32)
@@ -149,8 +150,8 @@ def attend_digits(
             b_bias = (b_bias - b_page[None, :])[None, :, None, :]
             b_p = tl.exp2(b_s * b_unit[None, None, None, :] + b_bias)
         else:
-            b_scale = tl.reshape(tl.load(run[pair.K_SCALE] + p_t).to(tl.float32), (BT // 16, 8, 2))
-            b_low = tl.load(run[pair.K_ZERO] + p_t).to(tl.float32)
+            b_scale = tl.reshape(tl.load(run.k_scale + p_t).to(tl.float32), (BT // 16, 8, 2))
+            b_low = tl.load(run.k_zero + p_t).to(tl.float32)
             b_low = tl.reshape(b_low, (BT // 16, 8, 2))[:, :, :, None] * b_total[None, None, None, :]
             if OPEN:
                 m_t = tl.where(i_step * BT + o_r < n_tokens, 0.0, float("-inf"))
@@ -162,14 +163,14 @@ def attend_digits(
         b_shrink = tl.exp2(b_top - b_new)
         b_grow = tl.exp2(b_page - b_new)
         b_top = b_new
-        b_vs = tl.load(run[pair.V_SCALE] + p_t)
+        b_vs = tl.load(run.v_scale + p_t)
         b_held = b_vs
         if OPEN:
             # Whatever empty slots hold must not make the unit large.
             b_held = tl.where(i_step * BT + o_r < n_tokens, b_vs, 0.0)
         b_largest = tl.maximum(tl.max(b_held, 0).to(tl.float32), 1e-30)
         b_vs = tl.reshape(b_vs.to(tl.float32), (BT // 16, 8, 2))
-        b_vz = tl.reshape(tl.load(run[pair.V_ZERO] + p_t).to(tl.float32), (BT // 16, 8, 2))
+        b_vz = tl.reshape(tl.load(run.v_zero + p_t).to(tl.float32), (BT // 16, 8, 2))
         b_psum = tl.sum(tl.sum(b_p, 2), 0)
         b_pz = tl.sum(tl.sum(b_p * b_vz[:, :, :, None], 2), 0)
         b_sum = b_sum * b_shrink[None, :] + b_psum * b_grow[None, :]
@@ -179,7 +180,7 @@ def attend_digits(
         b_n = b_p * (MOST_WEIGHT / b_largest) + WEIGHT_SHIFT
         b_d = weight_digits(tl.reshape(b_n, (BT, 4)), BT)
         b_grow = b_grow * (b_largest * (1.0 / MOST_WEIGHT))
-        b_v = tl.load(run[pair.V_CODES] + i_head * (G * EV) + o_e[:, None] * G + (i_slot + o_r)[None, :])
+        b_v = tl.load(run.v_codes + i_head * (G * EV) + o_e[:, None] * G + (i_slot + o_r)[None, :])
         b_ws = field_bytes(b_v, BITS)
         for f in tl.static_range(FIELDS):
             b_o = tl.dot(b_ws[f], b_d, out_dtype=tl.int32)

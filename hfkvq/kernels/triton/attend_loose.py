@@ -6,11 +6,13 @@ import triton
 import triton.language as tl
 
 from . import key_logits as keys
-from . import pair_format as pair
 from . import value_sums as values
 from .attend_rows import last_past, last_visible, loop_tokens, mask_start, query_rows, row_counters
 from .fields import LOG2E, channels_of, fields_of, first_channel, key_unit, of_head, query_fields, words_of
+from .pair_format import EARLY
 from .tiles import as_operand, as_product, dotable, put
+
+IS_EARLY = tl.constexpr(EARLY)
 
 
 @triton.jit
@@ -28,64 +30,65 @@ def loose_counters(counters, i_b, B, KIND: tl.constexpr, RUN: tl.constexpr, TOTA
 # program, so that nothing is kept beside it.
 @triton.jit(noinline=True)
 def attend_loose(
-    run, windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row, i_block, B, n_table, EARLY, L, WK, WV,
-    scaling, softcap, n_q, FORM: tl.constexpr, RUN: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr,
-    SHARE: tl.constexpr, SEVERAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
-    BM: tl.constexpr, BR: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
-    SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    run, row, outs, q, mask, strides, s_m, i_bh, i_m, i_row, i_block, B, n_table, MODE, L, WK, WV, factors, n_q,
+    FORM: tl.constexpr, RUN: tl.constexpr, KIND: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """One block of BR loose tokens.
-
-    EARLY: see `attend.decode_kernel`.
 
     KIND 0: the sink, then everything of an ordered row from run token ``i_from`` on: keys below ``n_k`` and values
     below ``n_v`` stand in pages, the others in the tail. KIND 1: the sink, then the tail, which begins behind what all
     TOTAL runs have sealed; I is the format of unquantized tokens, since its channels are taken in their own order.
     KIND 2: tokens of a run that has positions, from ``i_from`` to ``n_k``.
     """
-    table, pos = run[pair.TABLE], run[pair.POS]
-    K_BITS: tl.constexpr = FORM[pair.KEY_BITS]
-    K_CHANNEL: tl.constexpr = FORM[pair.KEY_CHANNEL]
-    K_GROUP: tl.constexpr = FORM[pair.KEY_GROUP]
-    N4: tl.constexpr = FORM[pair.ROOM4]
-    N16: tl.constexpr = FORM[pair.ROOM16]
-    V_BITS: tl.constexpr = FORM[pair.VALUE_BITS]
-    V_GROUP: tl.constexpr = FORM[pair.VALUE_GROUP]
-    B4: tl.constexpr = FORM[pair.RANKS4]
-    B16: tl.constexpr = FORM[pair.RANKS16]
-    BEK: tl.constexpr = FORM[pair.KEY_WORDS]
-    BEV: tl.constexpr = FORM[pair.VALUE_WORDS]
-    K_NORM: tl.constexpr = FORM[pair.KEY_NORM]
-    V_NORM: tl.constexpr = FORM[pair.VALUE_NORM]
+    H: tl.constexpr = SHAPE.H
+    D: tl.constexpr = SHAPE.D
+    DV: tl.constexpr = SHAPE.DV
+    S: tl.constexpr = SHAPE.S
+    G: tl.constexpr = SHAPE.G
+    BM: tl.constexpr = SHAPE.BM
+    BR: tl.constexpr = SHAPE.BR
+    MASK: tl.constexpr = SHAPE.MASK
+    WINDOW: tl.constexpr = SHAPE.WINDOW
+    DTYPE: tl.constexpr = SHAPE.DTYPE
+    K_BITS: tl.constexpr = FORM.key_bits
+    K_CHANNEL: tl.constexpr = FORM.key_channel
+    K_GROUP: tl.constexpr = FORM.key_group
+    N4: tl.constexpr = FORM.room4
+    N16: tl.constexpr = FORM.room16
+    V_BITS: tl.constexpr = FORM.value_bits
+    V_GROUP: tl.constexpr = FORM.value_group
+    B4: tl.constexpr = FORM.ranks4
+    B16: tl.constexpr = FORM.ranks16
+    BEK: tl.constexpr = FORM.key_words
+    BEV: tl.constexpr = FORM.value_words
     EK: tl.constexpr = words_of(D, K_BITS)
     EV: tl.constexpr = words_of(DV, V_BITS)
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
     V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
     V_ZEROS: tl.constexpr = values.zero_tiles_of(DV, V_BITS, V_GROUP)
     SINKS: tl.constexpr = (S + BR - 1) // BR if KIND < 2 else 0
-    log2_scaling = scaling * LOG2E
+    log2_scaling = factors.scaling * LOG2E
     i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
     # The head among those of the windows, whose rows may be others.
     i_wh = i_bh
-    if len(windows) > 4:
-        i_wh = tl.load(windows[4] + i_b).to(tl.int64) * H + i_h
-    o_m, m_m, p_head, masks, p_rows, m_w = query_rows(q, mask, s_q, s_m, s_ml, L, i_b, i_h, i_m, n_q, SHARE, BM, MASK)
+    if row.rows is not None:
+        i_wh = tl.load(row.rows + i_b).to(tl.int64) * H + i_h
+    o_m, m_m, p_head, masks, p_rows, m_w = query_rows(q, mask, strides, s_m, L, i_b, i_h, i_m, n_q, SHAPE)
     o_r = tl.arange(0, BR)
 
-    # Counters and queries are loaded together. With EARLY counters may be a step behind, and are loaded again.
-    i_start, i_length, n_k, n_v = loose_counters(counters, i_b, B, KIND, RUN, TOTAL)
-    b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, ROTATE)
-    if PDL:
-        if EARLY != 0:
+    # Counters and queries are loaded together. In the mode `EARLY` counters may be a step behind, and are loaded again.
+    i_start, i_length, n_k, n_v = loose_counters(row.counters, i_b, B, KIND, RUN, SHAPE.TOTAL)
+    b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, SHAPE.ROTATE)
+    if SHAPE.PDL:
+        if MODE & IS_EARLY != 0:
             tl.extra.cuda.gdc_wait()
-            i_start, i_length, n_k, n_v = loose_counters(counters, i_b, B, KIND, RUN, TOTAL)
+            i_start, i_length, n_k, n_v = loose_counters(row.counters, i_b, B, KIND, RUN, SHAPE.TOTAL)
     if KIND == 1:
         i_from = n_k
     else:
         if KIND == 2:
             n_v = n_k
-        i_from = loop_tokens(n_k, n_v, i_length, n_q, SEVERAL, S, G, KIND == 0, MASK, FORM[pair.OPEN])
+        i_from = loop_tokens(n_k, n_v, i_length, n_q, FORM.open, SHAPE)
     o_last = last_visible(i_length, o_m, m_m, n_q, MASK)
     o_past = last_past(i_length, o_m, n_q, o_last, WINDOW)
     i_start = mask_start(i_start, i_length, masks, MASK, WINDOW)
@@ -93,27 +96,26 @@ def attend_loose(
     # Run tokens of the block, and where their keys and values stand.
     i_j = (i_from if KIND == 1 else i_from // BR * BR) + (i_block - SINKS) * BR
     if KIND < 2:
-        sink_k, sink_v, tail_k, tail_v = windows[0], windows[1], windows[2], windows[3]
         if i_block < SINKS:
             o_x = i_block * BR + o_r
             m_t = (o_x < S) & (o_x < i_length)
             o_j = tl.full([BR], 1073741824, tl.int32)
             o_ring_k = o_x
             o_ring_v = o_x
-            p_ring_k = sink_k + i_wh * (S * D)
-            p_ring_v = sink_v + i_wh * (S * DV)
+            p_ring_k = row.sink_k + i_wh * (S * D)
+            p_ring_v = row.sink_v + i_wh * (S * DV)
         else:
             o_j = i_j + o_r
             o_x = o_j + S
             m_t = (o_j >= i_from) & (o_x < i_length)
             o_ring_k = o_j % WK
             o_ring_v = o_j % WV
-            p_ring_k = tail_k + i_wh * (WK * D)
-            p_ring_v = tail_v + i_wh * (WV * DV)
+            p_ring_k = row.tail_k + i_wh * (WK * D)
+            p_ring_v = row.tail_v + i_wh * (WV * DV)
     else:
         o_j = i_j + o_r
         m_t = o_j < n_k
-        o_x = tl.load(pos + i_b * (n_table * G) + o_j, mask=m_t, other=0)
+        o_x = tl.load(run.pos + i_b * (n_table * G) + o_j, mask=m_t, other=0)
     if tl.max(m_t.to(tl.int32), 0) == 0:
         tl.store(outs[1] + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
     else:
@@ -137,7 +139,7 @@ def attend_loose(
         i_head = i_j * 0
         if KIND != 1:
             if (i_block >= SINKS) & (i_j < tl.maximum(n_k, n_v)):
-                i_head = tl.load(table + i_b * n_table + i_j // G)
+                i_head = tl.load(run.table + i_b * n_table + i_j // G)
         i_head = i_head.to(tl.int64) * H + i_h
 
         b_s = tl.zeros([BR, BM], tl.float32)
@@ -145,7 +147,7 @@ def attend_loose(
             for f in tl.static_range(K_FIELDS):
                 b_high = b_qs[f].to(DTYPE)
                 b_s = tl.dot(dotable(b_rings_k[f]), dotable(b_high), b_s)
-                if ROTATED:
+                if SHAPE.ROTATED:
                     # A rotated query has more bits than the model's dtype holds.
                     b_low = (b_qs[f] - b_high.to(tl.float32)).to(DTYPE)
                     b_s = tl.dot(dotable(b_rings_k[f]), dotable(b_low), b_s)
@@ -154,44 +156,38 @@ def attend_loose(
             if (i_block >= SINKS) & (i_j < n_k):
                 b_halves = keys.half_queries(b_qs, K_BITS, DTYPE)
                 o_slot = i_slot + o_r
-                b_ks = keys.key_fields(run[pair.K_CODES], i_head, o_slot, m_page_k, D, G, K_BITS, BEK, True)
+                b_ks = keys.key_fields(run.k_codes, i_head, o_slot, m_page_k, D, G, K_BITS, BEK, True)
                 if K_CHANNEL:
-                    b_scales = keys.channel_meta(run[pair.K_SCALE], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
-                    b_lows = keys.channel_meta(run[pair.K_ZERO], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
+                    b_scales = keys.channel_meta(run.k_scale, i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
+                    b_lows = keys.channel_meta(run.k_zero, i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
                     b_biases = keys.channel_biases(b_halves, b_lows, K_BITS, BEK, BM, 1)
                     b_own = keys.add_channel_logits(
                         keys.biased(b_biases[0], BR, BM), b_ks, b_halves, b_scales, 0, 0, K_FIELDS
                     )
-                    if N16 > 0 and K_NORM == 0:
-                        b_wholes = keys.whole_queries(
-                            p_head, m_m, run[pair.K_FULL_INDEX] + i_head * N16, N16, B16, BM, MASK
-                        )
-                        b_own = keys.add_whole_logits(
-                            b_own, b_wholes, run[pair.K_FULL], i_head, i_slot, G, N16, BR, B16, BM
-                        )
+                    if N16 > 0 and not FORM.key_norm:
+                        b_wholes = keys.whole_queries(p_head, m_m, run.k_full_index + i_head * N16, N16, B16, BM, MASK)
+                        b_own = keys.add_whole_logits(b_own, b_wholes, run.k_full, i_head, i_slot, G, N16, BR, B16, BM)
                     if N4 > 0:
-                        p_group = run[pair.K_SCALE] + (i_head * (G // K_GROUP) + i_slot // K_GROUP) * D
+                        p_group = run.k_scale + (i_head * (G // K_GROUP) + i_slot // K_GROUP) * D
                         b_risen = ()
                         b_highs = ()
                         for r in tl.static_range((N4 + B4 - 1) // B4):
                             b_raised, b_channel = keys.raised_queries(
-                                p_head, m_m, run[pair.K_HIGH_INDEX] + i_head * N4, r * B4, N4, B4
+                                p_head, m_m, run.k_high_index + i_head * N4, r * B4, N4, B4
                             )
                             b_risen = b_risen + (
                                 b_raised * keys.raised_scales(p_group, b_channel, r * B4, N4, B4)[:, None],
                             )
-                            b_highs = b_highs + (
-                                keys.raised_fields(run[pair.K_HIGH], i_head, i_slot, r * B4, G, N4, B4, BR),
-                            )
+                            b_highs = b_highs + (keys.raised_fields(run.k_high, i_head, i_slot, r * B4, G, N4, B4, BR),)
                         b_own = keys.add_raised_logits(b_own, b_highs, b_risen, 0, 8 * BR // G, BR, BM)
-                    if K_NORM > 0:
-                        b_own = keys.norm_logits(b_own, run[K_NORM], i_head, o_slot, m_page_k, G, True)
+                    if FORM.key_norm:
+                        b_own = keys.norm_logits(b_own, run.k_norm, i_head, o_slot, m_page_k, G, True)
                         if N16 > 0:
                             b_wholes = keys.whole_queries(
-                                p_head, m_m, run[pair.K_FULL_INDEX] + i_head * N16, N16, B16, BM, MASK
+                                p_head, m_m, run.k_full_index + i_head * N16, N16, B16, BM, MASK
                             )
                             b_own = keys.add_whole_logits(
-                                b_own, b_wholes, run[pair.K_FULL], i_head, i_slot, G, N16, BR, B16, BM
+                                b_own, b_wholes, run.k_full, i_head, i_slot, G, N16, BR, B16, BM
                             )
                     b_own = b_own * (log2_scaling * key_unit(K_BITS))
                 else:
@@ -199,11 +195,13 @@ def attend_loose(
                     if K_BITS < 8:
                         b_totals = keys.group_totals(b_qs, D, EK, K_GROUP)
                     b_own = keys.token_logits(
-                        b_ks, b_halves, b_totals, run[pair.K_SCALE], run[pair.K_ZERO], i_head, o_slot, m_page_k,
+                        b_ks, b_halves, b_totals, run.k_scale, run.k_zero, i_head, o_slot, m_page_k,
                         log2_scaling, D, G, K_BITS, K_GROUP, EK, BR, BM, True,
                     )  # fmt: skip
                 b_s = tl.where(m_page_k[:, None], b_own, b_s)
-        b_s = keys.visible_logits(b_s, o_x, m_t, o_last, o_past, masks, i_start, softcap, MASK, ROWS, SOFTCAP, WINDOW)
+        b_s = keys.visible_logits(
+            b_s, o_x, m_t, o_last, o_past, masks, i_start, factors.softcap, MASK, SHAPE.ROWS, SHAPE.SOFTCAP, WINDOW
+        )
 
         b_top = tl.max(b_s, 0)
         b_p = tl.exp2(b_s - tl.where(b_top == float("-inf"), 0.0, b_top)[None, :])
@@ -219,15 +217,15 @@ def attend_loose(
             if (i_block >= SINKS) & (i_j < n_v):
                 b_paged = tl.where(m_page_v[:, None], b_p, 0.0).to(DTYPE if V_BITS == 16 else tl.float16)
                 b_ps = (as_operand(b_paged, BR, BM),)
-                b_vs = values.value_fields(run[pair.V_CODES], i_head, i_slot + o_r, m_page_v, DV, G, V_BITS, BEV, True)
+                b_vs = values.value_fields(run.v_codes, i_head, i_slot + o_r, m_page_v, DV, G, V_BITS, BEV, True)
                 b_accs, b_zeros = values.add_values(
                     values.zero_tiles(V_FIELDS, BEV, BM), values.zero_tiles(V_ZEROS, 16, BM), b_vs, b_ps,
-                    run[pair.V_SCALE], run[pair.V_ZERO], i_head, i_slot, m_page_v, G, DV, V_BITS, V_GROUP, EV, BR, BR,
+                    run.v_scale, run.v_zero, i_head, i_slot, m_page_v, G, DV, V_BITS, V_GROUP, EV, BR, BR,
                     True,
                 )  # fmt: skip
-                if V_NORM > 0:
+                if FORM.value_norm:
                     b_more = values.page_sums(b_accs, b_zeros, V_BITS, BEV, BM)
-                    b_outs = values.add_normed(b_outs, 1.0, b_more, run[V_NORM], i_head, DV, EV, BEV)
+                    b_outs = values.add_normed(b_outs, 1.0, b_more, run.v_norm, i_head, DV, EV, BEV)
                 else:
                     b_more = values.whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
                     for f in tl.static_range(V_FIELDS):

@@ -21,20 +21,17 @@ def row_counters(counters, i_b, B, RUN: tl.constexpr):
 
 
 @triton.jit
-def loop_tokens(
-    n_k, n_v, i_length, n_q, SEVERAL: tl.constexpr, S: tl.constexpr, G: tl.constexpr, ORDERED: tl.constexpr,
-    MASK: tl.constexpr, OPEN: tl.constexpr,
-):  # fmt: skip
+def loop_tokens(n_k, n_v, i_length, n_q, OPEN: tl.constexpr, SHAPE: tl.constexpr):
     """Tokens that the loop takes: sealed on both sides, and seen by all queries; those of whole pages unless OPEN."""
     n_tokens = n_k
-    if ORDERED:
+    if SHAPE.TOTAL == 1:
         n_tokens = tl.minimum(n_k, n_v)
-        if SEVERAL and MASK == 0:
-            n_tokens = tl.minimum(n_tokens, tl.maximum(i_length - n_q - S + 1, 0))
+        if SHAPE.SEVERAL and SHAPE.MASK == 0:
+            n_tokens = tl.minimum(n_tokens, tl.maximum(i_length - n_q - SHAPE.S + 1, 0))
     if OPEN:
         return n_tokens
     else:
-        return n_tokens // G * G
+        return n_tokens // SHAPE.G * SHAPE.G
 
 
 @triton.jit
@@ -74,24 +71,22 @@ def mask_start(i_start, i_length, mask, MASK: tl.constexpr, WINDOW: tl.constexpr
 
 
 @triton.jit
-def query_rows(
-    q, mask, s_q, s_m, s_ml, L, i_b, i_h, i_m, n_q, SHARE: tl.constexpr, BM: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    """Indices of BM queries of a KV head, a mask of those that exist, and their addresses.
+def query_rows(q, mask, strides, s_m, L, i_b, i_h, i_m, n_q, SHAPE: tl.constexpr):
+    """Indices of SHAPE.BM queries of a KV head, a mask of those that exist, and their addresses.
 
     Then their masks: address, offset of each query, stride of columns and their number. And for as many queries as a
     product's left operand has rows, addresses and a mask of those that exist.
     """
-    o_m = i_m * BM + tl.arange(0, BM)
-    m_m = o_m < SHARE * n_q
-    p_head = q + i_b * s_q[0] + (i_h * SHARE + o_m // n_q) * s_q[1] + o_m % n_q * s_q[2]
+    o_m = i_m * SHAPE.BM + tl.arange(0, SHAPE.BM)
+    m_m = o_m < SHAPE.SHARE * n_q
+    p_head = q + i_b * strides[0] + (i_h * SHAPE.SHARE + o_m // n_q) * strides[1] + o_m % n_q * strides[2]
     o_w = tl.arange(0, 16)
-    m_w = (o_w < BM) & (i_m * BM + o_w < SHARE * n_q)
-    o_w += i_m * BM
-    p_rows = q + i_b * s_q[0] + (i_h * SHARE + o_w // n_q) * s_q[1] + o_w % n_q * s_q[2]
+    m_w = (o_w < SHAPE.BM) & (i_m * SHAPE.BM + o_w < SHAPE.SHARE * n_q)
+    o_w += i_m * SHAPE.BM
+    p_rows = q + i_b * strides[0] + (i_h * SHAPE.SHARE + o_w // n_q) * strides[1] + o_w % n_q * strides[2]
     p_mask = q
     o_mask = o_m
-    if MASK > 0:
+    if SHAPE.MASK > 0:
         p_mask = mask + i_b * s_m[0]
-        o_mask = (i_h * SHARE + o_m // n_q) * s_m[1] + o_m % n_q * s_m[2]
-    return o_m, m_m, p_head, (p_mask, o_mask, s_ml, L), p_rows, m_w
+        o_mask = (i_h * SHAPE.SHARE + o_m // n_q) * s_m[1] + o_m % n_q * s_m[2]
+    return o_m, m_m, p_head, (p_mask, o_mask, strides[3], L), p_rows, m_w

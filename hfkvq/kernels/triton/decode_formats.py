@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..pages import PageFormat, Side, StoreFormat
 from ._lib import power
-from .pair_format import FACTORS, LAYOUT, PairFormat
+from .pair_format import PairFormat
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -211,11 +211,10 @@ def pair_format(
         value_words=width(values, value_dim),
         stages=stages,
         part=step if coarse else min(step, 64),
-        key_norm=FACTORS if keys.normed else 0,
-        value_norm=FACTORS + keys.normed if values.normed else 0,
+        key_norm=keys.normed,
+        value_norm=values.normed,
         open=open_pages,
         rests=not keys.whole and not open_pages,
         digits=digits,
-        layout=LAYOUT,
     )
     return constants, buffers * size + SMALL

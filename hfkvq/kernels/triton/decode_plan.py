@@ -19,7 +19,7 @@ from .configs import Knobs, key_of, lookup
 from .decode_formats import DTYPES, loose_room, most_behind, pair_format, split_counts, takes_digits
 from .launch import Launch, Nest
 from .merge import SPLITS, merge_launch
-from .pair_format import KEY_TENSORS, VALUE_TENSORS, PairFormat
+from .pair_format import EARLY, FINE, TURNED, DecodeShape, Factors, PairFormat, Row, Run
 
 
 class Plan(NamedTuple):
@@ -174,61 +174,64 @@ def plan_of(
     whole, _ = pair_format(unquantized, unquantized, head_dim, value_dim, 1, room)
     launches, first = [], 0
     for own in pairs:
-        counts = [paged[own[0]], 0, loose if own[0] == 0 else 0, rests[own[0]], 0]
-        if len(own) > 1:
-            counts[1], counts[4] = paged[own[1]], rests[own[1]]
+        pages = [paged[i] for i in own]
+        programs = sum(pages) + (loose if own[0] == 0 else 0) + sum(rests[i] for i in own)
         registers = knobs[own[0]]["max_registers"]
+        mode = FINE * fine
+        # Only the first launch comes behind `advance`.
+        mode |= EARLY * (early and dependent and first == 0)
+        # Long programs first, so that short ones fill what they leave; but where all fit side by side, windows first:
+        # they have more to wait for.
+        mode |= TURNED * (programs * rows_of_programs <= 2 * sms)
         numbers = {
-            **dict(zip(("s_qb", "s_qh", "s_qt"), query.stride, strict=False)),
-            **dict(zip(("s_mb", "s_mh", "s_mq", "s_ml"), kind.strides, strict=True)),
-            "scaling": scoring.scaling * factor_of(rotate),
-            "softcap": softcap,
+            "strides": (*query.stride[:3], kind.strides[3]),
+            "factors": Factors(scoring.scaling * factor_of(rotate), softcap),
+            **dict(zip(("s_mb", "s_mh", "s_mq"), kind.strides, strict=False)),
             "B": batch,
             "L": kind.length,
             "WK": key_tail,
             "WV": value_tail,
             "SPLITS": splits,
             "FIRST": first,
-            **dict(zip(("PAGES0", "PAGES1", "LOOSE", "REST0", "REST1"), counts, strict=True)),
+            "PAGES0": pages[0],
+            "PAGES1": sum(pages[1:]),
             "TABLE0": blocks[own[0]],
             "TABLE1": blocks[own[-1]],
-            "FINE": int(fine),
-            # Long programs first, so that short ones fill what they leave; but where all fit side by side, windows
-            # first: they have more to wait for.
-            "TURN": sum(counts[:2]) if sum(counts) * rows_of_programs <= 2 * sms else 0,
-            # Only the first launch comes behind `advance`.
-            "EARLY": int(early and dependent and first == 0),
+            "MODE": mode,
             "QUERIES": queries,
         }
+        shape = DecodeShape(
+            FORMATS=(*(formats[i][0] for i in own), whole),
+            AT=own[0],
+            TOTAL=len(blocks),
+            H=heads,
+            SHARE=query_heads // heads,
+            SEVERAL=queries > 1,
+            D=head_dim,
+            DV=value_dim,
+            S=form.sink,
+            G=page,
+            BM=columns,
+            BR=block,
+            MASK=kind.kind,
+            ROWS=kind.strides[1] != 0 or kind.strides[2] != 0,
+            SOFTCAP=softcap > 0,
+            DTYPE=DTYPES[query.model_dtype],
+            ROTATE=rotate,
+            ROTATED=form.rotate_keys > 0,
+            PDL=dependent,
+            WINDOW=form.window,
+        )
         constants = {
-            "FORMATS": (*(tuple(formats[i][0]) for i in own), tuple(whole)),
-            "AT": own[0],
-            "TOTAL": len(blocks),
-            "H": heads,
-            "SHARE": query_heads // heads,
-            "SEVERAL": queries > 1,
-            "D": head_dim,
-            "DV": value_dim,
-            "S": form.sink,
-            "G": page,
-            "BM": columns,
-            "BR": block,
-            "MASK": kind.kind,
-            "ROWS": kind.strides[1] != 0 or kind.strides[2] != 0,
-            "SOFTCAP": softcap > 0,
-            "DTYPE": DTYPES[query.model_dtype],
-            "ROTATE": rotate,
-            "ROTATED": form.rotate_keys > 0,
-            "PDL": dependent,
-            "WINDOW": form.window,
+            "SHAPE": shape,
             "num_warps": 1,
             **({"launch_pdl": True} if dependent else {}),
             **({"maxnreg": registers} if registers else {}),
         }
-        grid = (batch * heads, sum(counts), tiles)
+        grid = (batch * heads, programs, tiles)
         nest = _nest(form, tuple(own), scoring.mask is not None, mapped)
         launches.append(Launch(decode_kernel, grid, numbers, constants, device, nest, planned))
-        first += sum(counts)
+        first += programs
     # Triton's interpreter truncates where bf16 should be rounded.
     out_dtype = query.model_dtype if device.type == "cuda" else torch.float32
     part = (batch * heads, splits, rows, value_dim)
@@ -262,22 +265,19 @@ def _nest(form: StoreFormat, own: tuple[int, ...], masked: bool, mapped: bool) -
         if isinstance(given[0], Tensor):
             # Bytes stand in for fp8, a type that some GPUs lack.
             parts = [x.view(torch.uint8).view(torch.int16) if x.dtype == torch.float8_e4m3fn else x for x in parts]
-        runs = tuple([each(parts) for each in pick])
+        runs = tuple([Run._make(each(parts)) for each in pick])
         mask = given[6 + end] if masked else given[0]
-        windows = (*given[2:6], given[-4]) if mapped else tuple(given[2:6])
-        return given[0], given[1], windows, runs, mask, *given[-3:]
+        return given[0], Row(*given[1:6], given[-4] if mapped else None), runs, mask, *given[-3:]
 
     return nest
 
 
 def _order(keys: PageFormat, values: PageFormat, ordered: bool) -> list[int]:
-    """Indices of a run's flat tensors in the kernel's order; the table stands for parts that a format lacks."""
+    """Indices of a run's flat tensors in the order of `Run`; the table stands for parts that a format lacks."""
     first = 1 if ordered else 2
-    key = {name: first + i for i, name in enumerate(keys.names)}
-    value = {name: first + len(key) + i for i, name in enumerate(values.names)}
-    parts = [key.get(name, 0) for name in KEY_TENSORS] + [value.get(name, 0) for name in VALUE_TENSORS]
-    parts += [named["norm"] for named in (key, value) if "norm" in named]
-    return [0, 0 if ordered else 1, *parts]
+    at = {f"k_{name}": first + i for i, name in enumerate(keys.names)}
+    at |= {f"v_{name}": first + len(at) + i for i, name in enumerate(values.names)}
+    return [0, 0 if ordered else 1, *(at.get(name, 0) for name in Run._fields[2:])]
 
 
 @lru_cache(maxsize=1024)

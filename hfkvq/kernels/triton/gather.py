@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.jit import MockTensor
 
 from ..decode import RUNS
 from ..dispatch import reference
@@ -25,8 +24,8 @@ from ._lib import (
     load_page_in_order,
     on_device,
     page_block,
-    page_constants,
     page_kinds,
+    page_shape,
     page_tensors,
     power,
 )
@@ -58,16 +57,13 @@ def store_columns(
 
 @triton.jit(do_not_specialize=["B", "N", "COLUMNS"])
 def gather_pages_kernel(
-    out, counters, table, pos, codes, scale, zero, norm, high, high_index, full, full_index,
-    rotation, B, N, COLUMNS,
-    H: tl.constexpr, COUNTER: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr, TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
-    ROTATE: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+    out, counters, table, pos, page, rotation, B, N, COLUMNS, H: tl.constexpr, COUNTER: tl.constexpr, S: tl.constexpr,
+    WINDOW: tl.constexpr, SHAPE: tl.constexpr, ROTATE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """BT tokens of one page of a run, whose tokens sealed are row COUNTER of the counters."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
+    G: tl.constexpr = SHAPE.G
     CHUNKS: tl.constexpr = (G + BT - 1) // BT
     i_page, i_slot = i_t // CHUNKS, i_t % CHUNKS * BT
     # The loads start together: most of a program's time is waiting for one after the other.
@@ -95,17 +91,11 @@ def gather_pages_kernel(
         # All tokens are there, as nearly always: then none of them is looked at for that.
         if i_page * G + i_slot + BT <= n:
             m_t = tl.full([BT], 1, tl.int1)
-            b_x = load_page_in_order(
-                codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_slot, m_t,
-                D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE, BD,
-            )  # fmt: skip
-            store_columns(out, b_x, i_bh, o_column, m_out, COLUMNS, rotation, D, ROTATE, BT, BD)
+            b_x = load_page_in_order(page, i_head, i_slot, m_t, SHAPE, BT, BD)
+            store_columns(out, b_x, i_bh, o_column, m_out, COLUMNS, rotation, SHAPE.D, ROTATE, BT, BD)
             return
-    b_x = load_page_in_order(
-        codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_slot, m_t,
-        D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE, BD,
-    )  # fmt: skip
-    store_columns(out, b_x, i_bh, o_column, m_out, COLUMNS, rotation, D, ROTATE, BT, BD)
+    b_x = load_page_in_order(page, i_head, i_slot, m_t, SHAPE, BT, BD)
+    store_columns(out, b_x, i_bh, o_column, m_out, COLUMNS, rotation, SHAPE.D, ROTATE, BT, BD)
 
 
 @triton.jit(do_not_specialize=["B", "W", "COLUMNS"])
@@ -165,19 +155,23 @@ def _page_constants(form: StoreFormat, run: int, side: Side, head_dim: int) -> d
     at = int(side == "values")
     fmt: PageFormat = form.runs[run][at]
     block = page_block(fmt, head_dim, TILE, 1)
-    constants = page_constants(fmt, side, head_dim)
-    return {"COUNTER": RUNS + 2 * run + at, "BT": block, "num_warps": WARPS, **constants}
+    return {
+        "COUNTER": RUNS + 2 * run + at,
+        "SHAPE": page_shape(fmt, side, head_dim),
+        "BT": block,
+        "num_warps": WARPS,
+    }
 
 
 def gather_wanted(form: StoreFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> Iterator[Wanted]:
     """The variants that dequantize the pages of each run."""
     for run, formats in enumerate(form.runs):
-        kinds = page_kinds(formats[side == "values"], side, heads, head_dim, dtype)
-        given = [dtype, torch.int32, torch.int32, None if form.ordered else torch.int32, *kinds]
+        page = page_kinds(formats[side == "values"], side, heads, head_dim, dtype)
+        i32 = torch.int32
         constants = _constants(form, side, heads, head_dim)
         numbers = (factor_of(constants["ROTATE"]), 2, 2, 2)
-        tensors = [None if kind is None else MockTensor(kind) for kind in given]
         own = _page_constants(form, run, side, head_dim)
+        tensors = (dtype, i32, i32, None if form.ordered else i32, page)
         yield Wanted(gather_pages_kernel, (*tensors, *numbers), {**own, **constants})
 
 
@@ -212,7 +206,7 @@ def gather_rows_triton(
             gather_pages_kernel[(blocks * -(-fmt.page_size // own["BT"]), batch * heads)](
                 table=view.table.contiguous(),
                 pos=None if view.pos is None else view.pos.contiguous(),
-                **page_tensors(view.values if at else view.keys, fmt),
+                page=page_tensors(view.values if at else view.keys, fmt),
                 N=blocks,
                 **own,
                 **common,

@@ -19,9 +19,10 @@ from .configs import edition, lookup
 from .decode_formats import BLOCK, DTYPES, split_counts
 from .decode_plan import Queries, Scoring
 from .hadamard import turn_back_launch
-from .latent_kernel import latent_kernel
+from .latent_kernel import LatentShape, latent_kernel
 from .launch import Launch, Nest
 from .merge import SPLITS, mask_words, merge_launch, sinks_kind
+from .pair_format import Factors, Row
 
 
 class LatentPlan(NamedTuple):
@@ -118,11 +119,10 @@ def _plan(
     paged = split_counts((blocks * (page // step),), batch * tiles, resident, loose)[0]
     dependent, splits = capability(device)[0] >= 9, paged + loose
     numbers = {
-        **dict(zip(("s_qb", "s_qh", "s_qt"), query.stride, strict=False)),
-        **dict(zip(("s_mb", "s_mh", "s_mq", "s_ml"), kind.strides, strict=True)),
-        "scaling": scoring.scaling,
+        "strides": (*query.stride[:3], kind.strides[3]),
+        **dict(zip(("s_mb", "s_mh", "s_mq"), kind.strides, strict=False)),
         "factor": factor_of(rotate),
-        "softcap": scoring.softcap,
+        "factors": Factors(scoring.scaling, scoring.softcap),
         "B": batch,
         "L": kind.length,
         "W": tail,
@@ -131,28 +131,31 @@ def _plan(
         "TABLE": blocks,
         "QUERIES": queries,
     }
+    shape = LatentShape(
+        HEADS=heads,
+        SEVERAL=queries > 1,
+        D=dim,
+        R=rope_dim,
+        S=form.sink,
+        G=page,
+        BITS=latents.bits,
+        GROUP=latents.group_size if latents.bits < 8 else dim,
+        ROPE_BITS=rotary.bits,
+        BM=columns,
+        BT=step,
+        TILE=_tile(latents.bits, warps),
+        BR=BLOCK,
+        STAGES=knobs["stages"],
+        WARPS=warps,
+        MASK=kind.kind,
+        ROWS=kind.strides[1] != 0 or kind.strides[2] != 0,
+        SOFTCAP=scoring.softcap > 0,
+        DTYPE=DTYPES[query.model_dtype],
+        ROTATE=rotate,
+        PDL=dependent,
+    )
     constants = {
-        "HEADS": heads,
-        "SEVERAL": queries > 1,
-        "D": dim,
-        "R": rope_dim,
-        "S": form.sink,
-        "G": page,
-        "BITS": latents.bits,
-        "GROUP": latents.group_size if latents.bits < 8 else dim,
-        "ROPE_BITS": rotary.bits,
-        "BM": columns,
-        "BT": step,
-        "TILE": _tile(latents.bits, warps),
-        "BR": BLOCK,
-        "STAGES": knobs["stages"],
-        "WARPS": warps,
-        "MASK": kind.kind,
-        "ROWS": kind.strides[1] != 0 or kind.strides[2] != 0,
-        "SOFTCAP": scoring.softcap > 0,
-        "DTYPE": DTYPES[query.model_dtype],
-        "ROTATE": rotate,
-        "PDL": dependent,
+        "SHAPE": shape,
         "num_warps": warps,
         **({"launch_pdl": True} if dependent else {}),
         **({"maxnreg": knobs["max_registers"]} if knobs["max_registers"] else {}),
@@ -187,7 +190,8 @@ def _nest(store: str, masked: bool) -> Nest:
         if isinstance(given[0], Tensor):
             # Words, where a byte is a number: not every GPU that Triton knows has an fp8 type.
             run = [x.view(torch.int16) if x.dtype == torch.float8_e4m3fn else x for x in run]
-        return given[0], given[1], tuple(given[2:6]), tuple(run), given[end] if masked else given[0], *given[-3:]
+        mask = given[end] if masked else given[0]
+        return given[0], Row(*given[1:6], None), tuple(run), mask, *given[-3:]
 
     return nest
 

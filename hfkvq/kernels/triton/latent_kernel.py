@@ -7,6 +7,8 @@ Query heads, which all share the one latent, stand on the short side of both pro
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -38,6 +40,45 @@ WITHIN = tl.constexpr(0.0625)
 
 LEAST = tl.constexpr(-3e38)
 """Stand-in for the maximum of no logits, so that differences are numbers."""
+
+
+class LatentShape(NamedTuple):
+    """Constants of `latent_kernel`; those that `pair_format.DecodeShape` has, too, are explained there.
+
+    Attributes:
+        HEADS: query heads.
+        D: channels of a latent.
+        R: of a rotary part.
+        BITS: width of the latents' codes.
+        GROUP: elements that share a scale.
+        ROPE_BITS: width of the rotary parts' codes.
+        BT: tokens of a step.
+        TILE: most words of a tile.
+        STAGES: loads of the page loop in flight.
+        WARPS: of a program.
+    """
+
+    HEADS: int
+    SEVERAL: bool
+    D: int
+    R: int
+    S: int
+    G: int
+    BITS: int
+    GROUP: int
+    ROPE_BITS: int
+    BM: int
+    BT: int
+    TILE: int
+    BR: int
+    STAGES: int
+    WARPS: int
+    MASK: int
+    ROWS: bool
+    SOFTCAP: bool
+    DTYPE: Any
+    ROTATE: int
+    PDL: bool
 
 
 @triton.constexpr_function
@@ -258,16 +299,19 @@ def new_state(
 
 @triton.jit
 def attended(
-    state, b_ws, b_rs, b_halves, b_rotary, b_totals, b_meta, b_rope_meta, m_t, o_x, o_last, masks, i_start, scaling,
-    softcap, D: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROPE_BITS: tl.constexpr,
-    TILE: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
+    state, b_ws, b_rs, b_halves, b_rotary, b_totals, b_meta, b_rope_meta, m_t, o_x, o_last, masks, i_start, factors,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ROPE_BITS: tl.constexpr, TILE: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """The state after BT more tokens, at row positions ``o_x``."""
     b_accs, b_sums, b_top = state
-    log2_scaling = scaling * LOG2E
+    D: tl.constexpr = SHAPE.D
+    R: tl.constexpr = SHAPE.R
+    log2_scaling = factors.scaling * LOG2E
     b_s = side_logits(b_rs, b_rotary, (), b_rope_meta, log2_scaling, R, ROPE_BITS, R, TILE)
     b_s += side_logits(b_ws, b_halves, b_totals, b_meta, log2_scaling, D, BITS, GROUP, TILE)
-    b_s = visible_logits(b_s, o_x, m_t, o_last, o_last, masks, i_start, softcap, MASK, ROWS, SOFTCAP, 0)
+    b_s = visible_logits(
+        b_s, o_x, m_t, o_last, o_last, masks, i_start, factors.softcap, SHAPE.MASK, SHAPE.ROWS, SHAPE.SOFTCAP, 0
+    )
     # Sums are rescaled only when the maximum has moved far.
     if tl.max(b_s - tl.maximum(b_top, LEAST)[None, :]) > STRETCH:
         b_new = tl.maximum(b_top, tl.max(b_s, 0))
@@ -283,7 +327,7 @@ def attended(
         b_top = b_new
     b_p = tl.exp2(b_s - tl.maximum(b_top, LEAST)[None, :])
     b_sums = sums_of_groups(b_sums, b_p, b_meta)
-    b_accs = add_latents(b_accs, b_ws, b_p, b_meta, D, BITS, GROUP, TILE, DTYPE)
+    b_accs = add_latents(b_accs, b_ws, b_p, b_meta, D, BITS, GROUP, TILE, SHAPE.DTYPE)
     return b_accs, b_sums, b_top
 
 
@@ -312,21 +356,26 @@ def store_state(
 
 @triton.jit
 def attend_pages_of_split(
-    run, outs, b_qs, b_rope, i_row, i_b, o_m, m_m, i_first, i_end, n_tokens, n_table, i_start, o_last, masks, scaling,
-    softcap, D: tl.constexpr, R: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, ROPE_BITS: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, WARPS: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
-    DTYPE: tl.constexpr,
+    run, outs, b_qs, b_rope, i_row, i_b, o_m, m_m, i_first, i_end, n_tokens, n_table, i_start, o_last, masks, factors,
+    SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Steps ``i_first`` to ``i_end`` over a row's pages.
 
     Words run ahead through shared memory, as the compiler has it; scales, which are too small for that, are asked for
     a step ahead, and their pages two.
     """
+    D: tl.constexpr = SHAPE.D
+    R: tl.constexpr = SHAPE.R
+    G: tl.constexpr = SHAPE.G
+    BITS: tl.constexpr = SHAPE.BITS
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROPE_BITS: tl.constexpr = SHAPE.ROPE_BITS
+    BT: tl.constexpr = SHAPE.BT
+    TILE: tl.constexpr = SHAPE.TILE
     STEPS: tl.constexpr = G // BT
     GROUPS: tl.constexpr = D // GROUP if BITS == 4 else 1
-    b_halves = operands(b_qs, D, BITS, TILE, DTYPE)
-    b_rotary = operands(b_rope, R, ROPE_BITS, TILE, DTYPE)
+    b_halves = operands(b_qs, D, BITS, TILE, SHAPE.DTYPE)
+    b_rotary = operands(b_rope, R, ROPE_BITS, TILE, SHAPE.DTYPE)
     b_totals = ()
     if BITS == 4:
         PER: tl.constexpr = GROUP // tile_of(D, BITS, TILE)
@@ -336,7 +385,7 @@ def attend_pages_of_split(
                 b_sum += b_qs[f]
             b_totals = b_totals + (tl.sum(b_sum, 0),)
     o_t = tl.arange(0, BT)
-    state = new_state(D, BITS, GROUP, BM, BT, TILE, WARPS)
+    state = new_state(D, BITS, GROUP, SHAPE.BM, BT, TILE, SHAPE.WARPS)
     p_table = run[0] + i_b * n_table
     i_near = tl.load(p_table + i_first // STEPS).to(tl.int64)
     i_far = tl.load(p_table + tl.minimum(i_first + 1, i_end - 1) // STEPS)
@@ -344,7 +393,7 @@ def attend_pages_of_split(
     o_near = i_first % STEPS * BT + o_t
     b_meta = token_meta(run[2], run[3], i_near * (GROUPS * G) + o_near, m_near, D, G, BITS, GROUP)
     b_rope_meta = token_meta(run[5], run[5], i_near * G + o_near, m_near, R, G, ROPE_BITS, R)
-    for i_step in tl.range(i_first, i_end, num_stages=STAGES):
+    for i_step in tl.range(i_first, i_end, num_stages=SHAPE.STAGES):
         i_next = tl.minimum(i_step + 1, i_end - 1)
         i_near = i_far.to(tl.int64)
         m_near = i_next * BT + o_t < n_tokens
@@ -362,8 +411,8 @@ def attend_pages_of_split(
         b_rs = words(p_r, m_t, R, ROPE_BITS, TILE, False)
         b_ws = words(p_c, m_t, D, BITS, TILE, BITS > 4)
         state = attended(
-            state, b_ws, b_rs, b_halves, b_rotary, b_totals, b_meta, b_rope_meta, m_t, o_j + S, o_last, masks, i_start,
-            scaling, softcap, D, R, BITS, GROUP, ROPE_BITS, TILE, MASK, ROWS, SOFTCAP, DTYPE,
+            state, b_ws, b_rs, b_halves, b_rotary, b_totals, b_meta, b_rope_meta, m_t, o_j + SHAPE.S, o_last, masks,
+            i_start, factors, BITS, GROUP, ROPE_BITS, TILE, SHAPE,
         )  # fmt: skip
         b_meta = b_next
         b_rope_meta = b_rope_next
@@ -372,98 +421,98 @@ def attend_pages_of_split(
 
 @triton.jit
 def attend_block(
-    windows, outs, b_qs, b_rope, i_row, i_b, i_block, o_m, m_m, n_sealed, i_length, W, i_start, o_last, masks, scaling,
-    softcap, D: tl.constexpr, R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, WARPS: tl.constexpr,
-    MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
+    row, outs, b_qs, b_rope, i_row, i_b, i_block, o_m, m_m, n_sealed, i_length, W, i_start, o_last, masks, factors,
+    SHAPE: tl.constexpr,
 ):  # fmt: skip
     """One block of BR tokens of the sink, or slots of the tail."""
+    D: tl.constexpr = SHAPE.D
+    R: tl.constexpr = SHAPE.R
+    S: tl.constexpr = SHAPE.S
+    BM: tl.constexpr = SHAPE.BM
+    BR: tl.constexpr = SHAPE.BR
+    DTYPE: tl.constexpr = SHAPE.DTYPE
     SINKS: tl.constexpr = (S + BR - 1) // BR
     o_r = tl.arange(0, BR)
     if i_block < SINKS:
         o_place = i_block * BR + o_r
         o_x = o_place
         m_t = (o_x < S) & (o_x < i_length)
-        p_c = windows[0] + i_b * (S * D)
-        p_r = windows[1] + i_b * (S * R)
+        p_c = row.sink_k + i_b * (S * D)
+        p_r = row.sink_v + i_b * (S * R)
     else:
         o_place = (i_block - SINKS) * BR + o_r
         # Which token stands in a slot of the ring: the oldest that is not sealed and that the slot can be of.
         o_x = n_sealed + (o_place - n_sealed % W + W) % W + S
         m_t = (o_place < W) & (o_x < i_length)
-        p_c = windows[2] + i_b * W * D
-        p_r = windows[3] + i_b * W * R
+        p_c = row.tail_k + i_b * W * D
+        p_r = row.tail_v + i_b * W * R
     if tl.max(m_t.to(tl.int32), 0) == 0:
         tl.store(outs[1] + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
     else:
         b_ws = words(p_c + o_place * D, m_t, D, 16, 128, True)
         b_rs = words(p_r + o_place * R, m_t, R, 16, 128, True)
         state = attended(
-            new_state(D, 16, D, BM, BR, 128, WARPS), b_ws, b_rs, operands(b_qs, D, 16, 128, DTYPE),
-            operands(b_rope, R, 16, 128, DTYPE), (), (), (), m_t, o_x, o_last, masks, i_start, scaling, softcap, D, R,
-            16, D, 16, 128, MASK, ROWS, SOFTCAP, DTYPE,
+            new_state(D, 16, D, BM, BR, 128, SHAPE.WARPS), b_ws, b_rs, operands(b_qs, D, 16, 128, DTYPE),
+            operands(b_rope, R, 16, 128, DTYPE), (), (), (), m_t, o_x, o_last, masks, i_start, factors, 16, D,
+            16, 128, SHAPE,
         )  # fmt: skip
         store_state(outs, state, i_row, o_m, m_m, D, 16, D, 128)
 
 
 @triton.jit(do_not_specialize=["B", "L", "W", "SPLITS", "PAGED", "TABLE", "QUERIES", "s_mb", "s_mh", "s_mq"])
 def latent_kernel(
-    q, counters, windows, run, mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, factor,
-    softcap, B, L, W, SPLITS, PAGED, TABLE, QUERIES,
-    HEADS: tl.constexpr, SEVERAL: tl.constexpr, D: tl.constexpr, R: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, ROPE_BITS: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
-    TILE: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, MASK: tl.constexpr,
-    ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr,
+    q, row, run, mask, out, out_top, out_sum, strides, factor, factors, B, L, W, SPLITS, PAGED, TABLE, QUERIES, s_mb,
+    s_mh, s_mq, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row against BM of its queries: PAGED splits of its pages, then blocks of what is loose.
+    """One split of one row against some of its queries: PAGED splits of its pages, then blocks of what is loose.
 
     ``run``: table, codes, scales and minima of latents, codes and scales of rotary parts. A query is (D + R) numbers,
-    of which the first D are rotated by ROTATE here; ``factor`` is the rotation's. QUERIES: of a head, if SEVERAL.
+    of which the first D are rotated here; ``factor`` is the rotation's. QUERIES: of a head, if SEVERAL.
     """
-    if PDL:
+    if SHAPE.PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     i_b, i_s, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    n_q = QUERIES if SEVERAL else 1
-    i_row = (i_b * SPLITS + i_s) * (HEADS * n_q)
+    n_q = QUERIES if SHAPE.SEVERAL else 1
+    i_row = (i_b * SPLITS + i_s) * (SHAPE.HEADS * n_q)
     outs = (out, out_top, out_sum)
     # Rows are those of one KV head that all query heads share.
-    o_m = i_m * BM + tl.arange(0, BM)
-    m_m = o_m < HEADS * n_q
-    p_q = q + i_b * s_qb + o_m // n_q * s_qh + o_m % n_q * s_qt
+    o_m = i_m * SHAPE.BM + tl.arange(0, SHAPE.BM)
+    m_m = o_m < SHAPE.HEADS * n_q
+    p_q = q + i_b * strides[0] + o_m // n_q * strides[1] + o_m % n_q * strides[2]
     p_mask = q
     o_mask = o_m
-    if MASK > 0:
+    if SHAPE.MASK > 0:
         p_mask = mask + i_b * s_mb
         o_mask = o_m // n_q * s_mh + o_m % n_q * s_mq
-    masks = (p_mask, o_mask, s_ml, L)
-    p_row = counters + i_b
+    masks = (p_mask, o_mask, strides[3], L)
+    p_row = row.counters + i_b
     i_start, i_length, n_sealed = tl.load(p_row), tl.load(p_row + B), tl.load(p_row + 2 * B)
-    o_last = last_visible(i_length, o_m, m_m, n_q, MASK)
+    o_last = last_visible(i_length, o_m, m_m, n_q, SHAPE.MASK)
     if i_s < PAGED:
         # Whole steps, shared out evenly.
-        n_steps = (n_sealed + BT - 1) // BT
+        n_steps = (n_sealed + SHAPE.BT - 1) // SHAPE.BT
         n_share = (n_steps + PAGED - 1) // PAGED
         i_first = i_s * n_share
         i_end = tl.minimum(i_first + n_share, n_steps)
         if i_first >= i_end:
-            tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+            tl.store(out_top + i_row + o_m, tl.full([SHAPE.BM], float("-inf"), tl.float32), mask=m_m)
         else:
-            b_qs = latent_queries(p_q, m_m, D, BITS, TILE, ROTATE)
-            b_rope = latent_queries(p_q + D, m_m, R, ROPE_BITS, TILE, 0)
+            b_qs = latent_queries(p_q, m_m, SHAPE.D, SHAPE.BITS, SHAPE.TILE, SHAPE.ROTATE)
+            b_rope = latent_queries(p_q + SHAPE.D, m_m, SHAPE.R, SHAPE.ROPE_BITS, SHAPE.TILE, 0)
             # The rotation's factor goes with the queries, so that logits of rotary parts need none.
             for f in tl.static_range(len(b_qs)):
                 b_qs = put(b_qs, f, b_qs[f] * factor)
             attend_pages_of_split(
                 run, outs, b_qs, b_rope, i_row, i_b, o_m, m_m, i_first, i_end, n_sealed, TABLE, i_start, o_last, masks,
-                scaling, softcap, D, R, S, G, BITS, GROUP, ROPE_BITS, BM, BT, TILE, STAGES, WARPS, MASK, ROWS,
-                SOFTCAP, DTYPE,
+                factors, SHAPE,
             )  # fmt: skip
     else:
-        b_qs = latent_queries(p_q, m_m, D, 16, 128, ROTATE)
-        b_rope = latent_queries(p_q + D, m_m, R, 16, 128, 0)
+        b_qs = latent_queries(p_q, m_m, SHAPE.D, 16, 128, SHAPE.ROTATE)
+        b_rope = latent_queries(p_q + SHAPE.D, m_m, SHAPE.R, 16, 128, 0)
         for f in tl.static_range(len(b_qs)):
             b_qs = put(b_qs, f, b_qs[f] * factor)
         attend_block(
-            windows, outs, b_qs, b_rope, i_row, i_b, i_s - PAGED, o_m, m_m, n_sealed, i_length, W, i_start, o_last,
-            masks, scaling, softcap, D, R, S, BM, BR, WARPS, MASK, ROWS, SOFTCAP, DTYPE,
+            row, outs, b_qs, b_rope, i_row, i_b, i_s - PAGED, o_m, m_m, n_sealed, i_length, W, i_start, o_last, masks,
+            factors, SHAPE,
         )  # fmt: skip

@@ -1,15 +1,12 @@
-"""Constants of a run's pair of formats for attention's kernels, and the places of its tensors."""
+"""Parameters of attention's kernels that come as one: formats, a run's tensors, what a row holds, and constants."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-from zlib import crc32
-
-import triton.language as tl
+from typing import Any, NamedTuple
 
 
 class PairFormat(NamedTuple):
-    """A run's formats of keys and values, as an element of the kernels' FORMATS.
+    """A run's formats of keys and values.
 
     Attributes:
         key_bits: width of the keys' codes.
@@ -27,13 +24,11 @@ class PairFormat(NamedTuple):
         value_words: of a field of values.
         stages: loads of the page loop in flight.
         part: tokens of a step that have a maximum of their own.
-        key_norm: where in a run's tensors the factors of normed keys stand, 0 if nowhere.
-        value_norm: likewise of values.
+        key_norm: whether keys are normed.
+        value_norm: whether values are.
         open: whether the page loop takes pages that are not full.
         rests: whether blocks of loose tokens take those, where tokens have positions.
         digits: whether the page loop makes integer products.
-        layout: a fingerprint of where all this stands: Triton's cache knows kernels by their source and these numbers,
-            and does not look at what ``pair.KEY_BITS`` is.
     """
 
     key_bits: int
@@ -51,29 +46,98 @@ class PairFormat(NamedTuple):
     value_words: int
     stages: int
     part: int
-    key_norm: int
-    value_norm: int
+    key_norm: bool
+    value_norm: bool
     open: bool
     rests: bool
     digits: bool
-    layout: int
 
 
-# Where its fields stand, for kernels: FORMATS[I][pair.KEY_BITS].
-(
-    KEY_BITS, KEY_CHANNEL, KEY_GROUP, ROOM4, ROOM16, VALUE_BITS, VALUE_GROUP, STEP, SUB, RANKS4, RANKS16,
-    KEY_WORDS, VALUE_WORDS, STAGES, PART, KEY_NORM, VALUE_NORM, OPEN, RESTS, DIGITS, _,
-) = map(tl.constexpr, range(len(PairFormat._fields)))  # fmt: skip
+class Run(NamedTuple):
+    """A run's tensors; the table stands for those that its formats lack."""
 
-KEY_TENSORS = ("codes", "scale", "zero", "high", "high_index", "full", "full_index")
-VALUE_TENSORS = ("codes", "scale", "zero")
+    table: Any
+    pos: Any
+    k_codes: Any
+    k_scale: Any
+    k_zero: Any
+    k_high: Any
+    k_high_index: Any
+    k_full: Any
+    k_full_index: Any
+    k_norm: Any
+    v_codes: Any
+    v_scale: Any
+    v_zero: Any
+    v_norm: Any
 
-LAYOUT = crc32(repr((PairFormat._fields, KEY_TENSORS, VALUE_TENSORS)).encode())
 
-FACTORS = 2 + len(KEY_TENSORS) + len(VALUE_TENSORS)
-"""Tensors of a run behind which normed formats have their factors."""
+class Row(NamedTuple):
+    """Counters, windows, and the map of a batch's rows to rows of the windows, or None: see `decode_attention`."""
 
-# Where a run's tensors stand, for kernels: run[pair.K_CODES].
-(
-    TABLE, POS, K_CODES, K_SCALE, K_ZERO, K_HIGH, K_HIGH_INDEX, K_FULL, K_FULL_INDEX, V_CODES, V_SCALE, V_ZERO,
-) = map(tl.constexpr, range(FACTORS))  # fmt: skip
+    counters: Any
+    sink_k: Any
+    sink_v: Any
+    tail_k: Any
+    tail_v: Any
+    rows: Any
+
+
+class Factors(NamedTuple):
+    """Factor and cap of logits, 0 for none."""
+
+    scaling: float
+    softcap: float
+
+
+class DecodeShape(NamedTuple):
+    """Constants of `attend.decode_kernel`.
+
+    Attributes:
+        FORMATS: of the launch's runs, then of unquantized tokens.
+        AT: the first of the runs, of TOTAL.
+        TOTAL: runs of the store. One is in order.
+        H: KV heads.
+        SHARE: query heads that share one.
+        SEVERAL: whether a step has several tokens; one has a variant of its own.
+        D: channels of a key.
+        DV: of a value.
+        S: tokens of the sink.
+        G: tokens of a page.
+        BM: queries of a program.
+        BR: tokens of a block of what is loose.
+        MASK: kind of the mask, see `MaskKind`.
+        ROWS: whether the mask differs by query.
+        SOFTCAP: whether logits have a cap.
+        DTYPE: of the model.
+        ROTATE: rotation of queries that is left to the kernel, 0 for none.
+        ROTATED: whether keys are rotated.
+        PDL: whether launches overlap.
+        WINDOW: tokens that a query sees, 0 for all.
+    """
+
+    FORMATS: tuple[PairFormat, ...]
+    AT: int
+    TOTAL: int
+    H: int
+    SHARE: int
+    SEVERAL: bool
+    D: int
+    DV: int
+    S: int
+    G: int
+    BM: int
+    BR: int
+    MASK: int
+    ROWS: bool
+    SOFTCAP: bool
+    DTYPE: Any
+    ROTATE: int
+    ROTATED: bool
+    PDL: bool
+    WINDOW: int
+
+
+FINE, EARLY, TURNED = 1, 2, 4
+"""Bits of a launch's MODE: splits are of steps, not of whole pages; queries were there before the launch before this
+one; windows come before pages."""

@@ -24,8 +24,8 @@ from ._lib import (
     multiprocessors,
     on_device,
     page_block,
-    page_constants,
     page_kinds,
+    page_shape,
     page_tensors,
     power,
 )
@@ -45,15 +45,16 @@ def place_of(i_block, n, o_t, G: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "ROWS", "SPLITS"])
 def qk_pages_kernel(
-    x, table, count, codes, scale, zero, norm, high, high_index, full, full_index, out, s_xb, s_xh,
-    s_xm, N, ROWS, SPLITS, H: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
-    DOT: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    x, table, count, page, out, s_xb, s_xh, s_xm, N, ROWS, SPLITS, H: tl.constexpr, SHAPE: tl.constexpr,
+    DOT: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """BM queries against every SPLITS-th block of BT tokens. Tokens are the long side of the product."""
     i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_b, i_h = i_bh // H, i_bh % H
-    FIELDS: tl.constexpr = 16 // BITS if BITS < 8 else 1
+    D: tl.constexpr = SHAPE.D
+    G: tl.constexpr = SHAPE.G
+    BE: tl.constexpr = SHAPE.BE
+    FIELDS: tl.constexpr = 16 // SHAPE.BITS if SHAPE.BITS < 8 else 1
     CHUNKS: tl.constexpr = (G + BT - 1) // BT
     o_m = i_m * BM + tl.arange(0, BM)
     m_m = o_m < ROWS
@@ -71,10 +72,7 @@ def qk_pages_kernel(
         i_block = i_s + i * SPLITS
         i_page, i_slot, o_j, m_t = place_of(i_block, n, o_t, G, BT)
         i_head = tl.load(table + i_b * N + i_page).to(tl.int64) * H + i_h
-        b_k = load_page(
-            codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_slot, m_t,
-            D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE,
-        )  # fmt: skip
+        b_k = load_page(page, i_head, i_slot, m_t, SHAPE, BT)
         # [BT, BM]
         b_s = tl.dot(b_k.to(DOT), b_q, input_precision="ieee")
         b_s = tl.where(m_t[:, None], b_s, float("-inf"))
@@ -89,16 +87,16 @@ def qk_pages_kernel(
 
 @triton.jit(do_not_specialize=["N", "ROWS", "SPLITS"])
 def sv_pages_kernel(
-    x, table, count, codes, scale, zero, norm, high, high_index, full, full_index, part, s_xb,
-    s_xh, s_xm, N, ROWS,
-    SPLITS, H: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
-    DOT: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    x, table, count, page, part, s_xb, s_xh, s_xm, N, ROWS, SPLITS, H: tl.constexpr, SHAPE: tl.constexpr,
+    DOT: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """BM rows of weights over every SPLITS-th block of BT tokens. Channels are the long side of the product."""
     i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_b, i_h = i_bh // H, i_bh % H
-    FIELDS: tl.constexpr = 16 // BITS if BITS < 8 else 1
+    D: tl.constexpr = SHAPE.D
+    G: tl.constexpr = SHAPE.G
+    BE: tl.constexpr = SHAPE.BE
+    FIELDS: tl.constexpr = 16 // SHAPE.BITS if SHAPE.BITS < 8 else 1
     CHUNKS: tl.constexpr = (G + BT - 1) // BT
     o_m = i_m * BM + tl.arange(0, BM)
     m_m = o_m < ROWS
@@ -111,10 +109,7 @@ def sv_pages_kernel(
     for i_block in range(i_s, n_held, SPLITS):
         i_page, i_slot, o_j, m_t = place_of(i_block, n, o_t, G, BT)
         i_head = tl.load(table + i_b * N + i_page).to(tl.int64) * H + i_h
-        b_v = load_page(
-            codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_slot, m_t,
-            D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE,
-        )  # fmt: skip
+        b_v = load_page(page, i_head, i_slot, m_t, SHAPE, BT)
         # [BT, BM]
         b_p = tl.load(p_p + o_j[:, None], mask=m_t[:, None] & m_m[None, :], other=0.0)
         b_acc = tl.dot(tl.trans(b_v.to(DOT)), b_p.to(DOT), b_acc, input_precision="ieee")
@@ -148,7 +143,7 @@ def _constants(form: PageFormat, side: Side, head_dim: int, dtype: torch.dtype, 
         "num_warps": max(4, power(head_dim) // 64),
         "BT": page_block(form, head_dim, 4096 if dtype == torch.float32 else 8192, 16),
         "BM": max(8, min(32 if head_dim <= 512 else 8, power(rows))),
-        **page_constants(form, side, head_dim),
+        "SHAPE": page_shape(form, side, head_dim),
     }
 
 
@@ -162,7 +157,7 @@ def _grid(x: Tensor, blocks: int, constants: dict[str, Any]) -> tuple[int, int, 
     batch, heads, rows, _ = x.shape
     tiles = cdiv(rows, constants["BM"])
     aim = -(-multiprocessors(x.device) * PROGRAMS_PER_SM // max(1, batch * heads * tiles))
-    return max(1, min(blocks * cdiv(constants["G"], constants["BT"]), aim)), batch * heads, tiles
+    return max(1, min(blocks * cdiv(constants["SHAPE"].G, constants["BT"]), aim)), batch * heads, tiles
 
 
 def _launch(kernel: Any, grid: tuple[int, int, int], x: Tensor, table: Tensor, count: Tensor, **rest: Any) -> None:
@@ -185,7 +180,7 @@ def qk_pages_triton(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Ten
     constants = _constants(form, "keys", head_dim, q.dtype, rows)
     grid = _grid(q, table.shape[1], constants)
     with on_device(q):
-        _launch(qk_pages_kernel, grid, q, table, count, out=out, **page_tensors(parts, form), **constants)
+        _launch(qk_pages_kernel, grid, q, table, count, page=page_tensors(parts, form), out=out, **constants)
     return out
 
 
@@ -194,7 +189,7 @@ def qk_wanted(fmt: PageFormat, heads: int, head_dim: int, dtype: torch.dtype, ro
     if power(head_dim) <= 512:
         constants = _constants(fmt, "keys", head_dim, torch.float32, rows) | {"H": heads, "DOT": tl.float32}
         i32, f32 = torch.int32, torch.float32
-        tensors = (f32, i32, i32, *page_kinds(fmt, "keys", heads, head_dim, dtype), f32)
+        tensors = (f32, i32, i32, page_kinds(fmt, "keys", heads, head_dim, dtype), f32)
         yield Wanted(qk_pages_kernel, (*tensors, head_dim, head_dim, head_dim, 1, rows, 1), constants)
 
 
@@ -212,7 +207,7 @@ def sv_pages_triton(
     if not part.numel():
         return part.sum(2)
     with on_device(probs):
-        _launch(sv_pages_kernel, grid, probs, table, count, part=part, **page_tensors(parts, form), **constants)
+        _launch(sv_pages_kernel, grid, probs, table, count, page=page_tensors(parts, form), part=part, **constants)
         if grid[0] == 1:
             return part.squeeze(2)
         out = torch.empty((batch, heads, rows, head_dim), dtype=torch.float32, device=probs.device)

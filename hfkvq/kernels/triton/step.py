@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,21 +15,37 @@ from ..decode import RUNS, START
 from ..dispatch import Keep, reference
 from ..windows import Sealing
 from ._lib import capability, power
-from .append import NewTokens, append_constants, append_numbers, append_side, is_misrounded, new_rows, new_tokens
+from .append import (
+    NewTokens,
+    append_constants,
+    append_numbers,
+    append_side,
+    is_misrounded,
+    new_rows,
+    new_tokens,
+    row_of,
+)
 from .launch import Launch
-from .windows import I_LENGTH, I_RUNS, store_slots, tokens_due, window_numbers, without_last
+from .windows import I_LENGTH, I_RUNS, store_slots, tokens_due
 
 I_START = tl.constexpr(START)
 
 
+class Scratch(NamedTuple):
+    """Tensors that `hfkvq.kernels.step.advance` writes; ``pos`` is None where runs have no positions."""
+
+    new: Any
+    sealed: Any
+    index_k: Any
+    index_v: Any
+    flag: Any
+    pos: Any
+
+
 @triton.jit(do_not_specialize=["S", "WK", "WV", "B", "capacity", "room", "N"])
 def advance_kernel(
-    keys, values, sink_k, sink_v, tail_k, tail_v, counters, new, sealed, index_k, index_v, flag, pos,
-    s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl, s_vd, factor_k, factor_v, H, T, S, WK, WV, B, capacity, room, N,
-    R: tl.constexpr, LOCAL_K: tl.constexpr, LOCAL_V: tl.constexpr, UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
-    MK: tl.constexpr, MV: tl.constexpr, BMK: tl.constexpr, BMV: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROTATE_K: tl.constexpr,
-    ROTATE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOOPS_K: tl.constexpr, LOOPS_V: tl.constexpr,
+    keys, values, row, scratch, s_k, s_v, factors, H, T, S, WK, WV, B, capacity, room, N, R: tl.constexpr,
+    SEALING: tl.constexpr, BMK: tl.constexpr, BMV: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of B; of R runs the last takes what is sealed."""
@@ -39,49 +55,44 @@ def advance_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     i_b = tl.program_id(0).to(tl.int64)
     # The loads start together with the counters'.
-    b_k = new_rows(keys, 0, i_b, s_kb, s_kh, s_kl, s_kd, H, T, DK, BLOCK_K, BK)
-    b_v = new_rows(values, 0, i_b, s_vb, s_vh, s_vl, s_vd, H, T, DV, BLOCK_V, BV)
-    p_count = counters + i_b
+    b_k = new_rows(keys, 0, i_b, s_k, H, T, KEYS)
+    b_v = new_rows(values, 0, i_b, s_v, H, T, VALUES)
+    p_count = row.counters + i_b
     p_last = p_count + (I_RUNS + 2 * R - 2) * B
     i_start = tl.load(p_count + I_START * B)
     i_length = tl.load(p_count + I_LENGTH * B)
-    i_newk = tl.load(new + i_b)
+    i_newk = tl.load(scratch.new + i_b)
     i_ck = tl.load(p_last) + i_newk
-    i_cv = tl.load(p_last + B) + tl.load(new + B + i_b)
+    i_cv = tl.load(p_last + B) + tl.load(scratch.new + B + i_b)
     i_tk = i_ck
     i_tv = i_cv
     for i in tl.static_range(R - 1):
         i_tk += tl.load(p_count + (I_RUNS + 2 * i) * B)
         i_tv += tl.load(p_count + (I_RUNS + 2 * i + 1) * B)
     i_rest = tl.maximum(i_length + T - S, 0)
-    i_duek = tokens_due(i_rest, i_tk, LOCAL_K, UNIT_K)
-    i_duev = tokens_due(i_rest, i_tv, LOCAL_V, UNIT_V)
+    i_duek = tokens_due(i_rest, i_tk, SEALING.local[0], SEALING.unit[0])
+    i_duev = tokens_due(i_rest, i_tv, SEALING.local[1], SEALING.unit[1])
     m_fits = (i_start + i_length + T <= capacity) & (i_rest - i_tk <= WK) & (i_rest - i_tv <= WV)
-    m_fits = m_fits & (i_ck + i_duek <= room) & (i_cv + i_duev <= room) & (i_duek <= MK) & (i_duev <= MV)
+    m_fits = m_fits & (i_ck + i_duek <= room) & (i_cv + i_duev <= room)
+    m_fits = m_fits & (i_duek <= SEALING.most[0]) & (i_duev <= SEALING.most[1])
     # Every warp has read the counters before any of them is written.
     tl.debug_barrier()
-    tl.store(sealed + i_b, i_newk)
+    tl.store(scratch.sealed + i_b, i_newk)
     tl.store(p_last, i_ck)
     tl.store(p_last + B, i_cv)
-    tl.store(new + i_b, tl.where(m_fits, i_duek, 0))
-    tl.store(new + B + i_b, tl.where(m_fits, i_duev, 0))
-    store_slots(index_k, i_b, i_tk, WK, MK, BMK)
-    store_slots(index_v, i_b, i_tv, WV, MV, BMV)
-    if pos is not None:
+    tl.store(scratch.new + i_b, tl.where(m_fits, i_duek, 0))
+    tl.store(scratch.new + B + i_b, tl.where(m_fits, i_duev, 0))
+    store_slots(scratch.index_k, i_b, i_tk, WK, SEALING.most[0], BMK)
+    store_slots(scratch.index_v, i_b, i_tv, WV, SEALING.most[1], BMV)
+    if scratch.pos is not None:
         o_j = tl.arange(0, BMK)
-        tl.store(pos + i_b * N + i_ck + o_j, S + i_tk + o_j, mask=o_j < tl.where(m_fits, i_duek, 0))
+        tl.store(scratch.pos + i_b * N + i_ck + o_j, S + i_tk + o_j, mask=o_j < tl.where(m_fits, i_duek, 0))
     if m_fits:
-        append_side(
-            b_k, keys, sink_k, tail_k, i_b, i_b, i_length, s_kb, s_kh, s_kl, s_kd, factor_k, H, T, S, WK,
-            DK, BLOCK_K, ROTATE_K, BK, LOOPS_K,
-        )  # fmt: skip
-        append_side(
-            b_v, values, sink_v, tail_v, i_b, i_b, i_length, s_vb, s_vh, s_vl, s_vd, factor_v, H, T, S, WV,
-            DV, BLOCK_V, ROTATE_V, BV, LOOPS_V,
-        )  # fmt: skip
+        append_side(b_k, keys, row.sink_k, row.tail_k, i_b, i_b, i_length, s_k, factors[0], H, T, S, WK, KEYS)
+        append_side(b_v, values, row.sink_v, row.tail_v, i_b, i_b, i_length, s_v, factors[1], H, T, S, WV, VALUES)
         tl.store(p_count + I_LENGTH * B, i_length + T)
     else:
-        tl.store(flag, 1)
+        tl.store(scratch.flag, 1)
 
 
 @lru_cache(maxsize=1024)
@@ -103,13 +114,16 @@ def advance_launch(
     numbers |= {"B": batch, "capacity": capacity, "room": room, "N": positions or 0}
     constants |= {
         "R": runs,
-        **window_numbers(sealing),
+        "SEALING": sealing,
         "BMK": power(sealing.most[0]),
         "BMV": power(sealing.most[1]),
         "PDL": dependent,
         **({"launch_pdl": True} if dependent else {}),
     }
-    nest = without_last if positions is None else None
+
+    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
+        return given[0], given[1], row_of(given[2:7]), Scratch(*given[7:12], None if positions is None else given[12])
+
     return Launch(advance_kernel, (batch,), numbers, constants, device, nest)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -29,6 +29,56 @@ CHANNEL_TILE, CHANNEL_THREAD = 16384, 128
 
 MAX_TILE = 32768
 """Most elements of a page that one program ranks the channels of."""
+
+
+class ChannelShape(NamedTuple):
+    """Constants of `seal_channel_kernel`.
+
+    Attributes:
+        D: channels.
+        G: tokens of a page.
+        BITS: width of a code.
+        GROUP: tokens that share a channel's scale.
+        TOKEN_MAJOR: whether a token's codes lie side by side.
+        FIT: power of the error that scales are fitted to, 0 for none.
+        CHOOSE: rule by which channels are raised: its place in `RULES`, from 1 on; 0 for none.
+        OVER16: see `Rule`.
+        OVER4: see `Rule`.
+        DIVISOR: see `Rule`.
+        SEED: see `Rule`.
+        COUNT4: channels that are raised to 4 bits.
+        COUNT16: to 16.
+        N4: channels that a page stores at 4 bits.
+        N16: those at 16 bits.
+        NG: groups of a program.
+        BG: tokens of a group, a power of two.
+        BE: words of a program.
+        BD: D, a power of two.
+        FL: fields along a warp.
+        VEC: words of a row that share an i32.
+    """
+
+    D: int
+    G: int
+    BITS: int
+    GROUP: int
+    TOKEN_MAJOR: bool
+    FIT: int
+    CHOOSE: int
+    OVER16: float
+    OVER4: float
+    DIVISOR: float
+    SEED: int
+    COUNT4: int
+    COUNT16: int
+    N4: int
+    N16: int
+    NG: int
+    BG: int
+    BE: int
+    BD: int
+    FL: int
+    VEC: int
 
 
 @triton.jit
@@ -75,18 +125,26 @@ def store_groups(scale, zero, b_scale, b_zero, i_group, o_d, m_d, D: tl.constexp
 
 @triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
 def seal_channel_kernel(
-    codes, scale, zero, norm, high, high_index, full, full_index, table, count, new, source, index, widths, weight,
-    given, s_b, s_h, s_l, s_d, H, N, M,
-    D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
-    FIT: tl.constexpr, CHOOSE: tl.constexpr, OVER16: tl.constexpr, OVER4: tl.constexpr, DIVISOR: tl.constexpr,
-    SEED: tl.constexpr, COUNT4: tl.constexpr, COUNT16: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
-    NG: tl.constexpr, BG: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, FL: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
+    page, table, count, new, source, index, widths, weight, given, strides, H, N, M, SHAPE: tl.constexpr
+):
     """NG groups of GROUP tokens times the FIELDS * BE channels of BE words.
 
     Channels of a tile are [FH, C] with C = FL * BE: FL fields and the words of a row lie along a warp, FH fields and
     all tokens in registers, so that ranges over tokens are cheap and a word is made with few shuffles.
     """
+    D: tl.constexpr = SHAPE.D
+    G: tl.constexpr = SHAPE.G
+    BITS: tl.constexpr = SHAPE.BITS
+    GROUP: tl.constexpr = SHAPE.GROUP
+    FIT: tl.constexpr = SHAPE.FIT
+    CHOOSE: tl.constexpr = SHAPE.CHOOSE
+    COUNT4: tl.constexpr = SHAPE.COUNT4
+    COUNT16: tl.constexpr = SHAPE.COUNT16
+    NG: tl.constexpr = SHAPE.NG
+    BG: tl.constexpr = SHAPE.BG
+    BE: tl.constexpr = SHAPE.BE
+    FL: tl.constexpr = SHAPE.FL
+    VEC: tl.constexpr = SHAPE.VEC
     i_g, i_bh, i_e = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_b, i_h = i_bh // H, i_bh % H
     i_j = i_g * (NG * GROUP)
@@ -116,13 +174,13 @@ def seal_channel_kernel(
     o_v = o_i // VEC
     o_e = i_e * BE + o_v % (BE // VEC) * VEC + o_i % VEC
     o_l = o_v // (BE // VEC) * E + o_e
-    p_source = source + i_b * s_b + i_h * s_h
+    p_source = source + i_b * strides[0] + i_h * strides[1]
     FITS: tl.constexpr = FIT > 0
     # Rules that look at tokens do so in this order. Registers that fit scales have no room for them.
     EARLY: tl.constexpr = not (FITS or CHOOSE == 4) or CHOOSE == 1 or CHOOSE == 2 or CHOOSE == 3
     if EARLY:
         # [FH, BT, C]
-        b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT)
+        b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, strides[2], strides[3], FL * E, D, FH, EXACT)
         b_x = b_raw.to(tl.float32)
     # [FH, C]
     o_c = (tl.arange(0, FH) * (FL * E))[:, None] + o_l[None, :]
@@ -142,7 +200,9 @@ def seal_channel_kernel(
         p_weight = weight
         if weight is not None:
             p_weight = weight + i_bh * D
-        m_4, m_16 = choose_ranges(b_x, p_weight, o_c, m_c, OVER16, OVER4, DIVISOR, COUNT4, COUNT16, FH, C)
+        m_4, m_16 = choose_ranges(
+            b_x, p_weight, o_c, m_c, SHAPE.OVER16, SHAPE.OVER4, SHAPE.DIVISOR, COUNT4, COUNT16, FH, C
+        )
         if COUNT16 > 0:
             b_place16 = place_chosen(m_16, FH, C)
             i_used16 = tl.sum(tl.ravel(m_16.to(tl.int32)), 0)
@@ -154,17 +214,17 @@ def seal_channel_kernel(
         if weight is not None:
             p_weight = weight + i_bh * D
         if CHOOSE == 4:
-            LOW: tl.constexpr = FIT if norm is None else 0
+            LOW: tl.constexpr = FIT if page.norm is None else 0
             b_fitted, b_least, b_lost = fit_channels(
-                p_source, p_column, None, m_t, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, BG, True
+                p_source, p_column, None, m_t, o_d, m_d, strides[2], strides[3], LEVELS, FIT, GROUP, NG, BG, True
             )
             if LOW:
-                store_groups(scale, zero, b_fitted, b_least, i_group, o_d, m_d, D, NG)
+                store_groups(page.scale, page.zero, b_fitted, b_least, i_group, o_d, m_d, D, NG)
             b_key = at_channels(score_key(b_lost, p_weight, o_d, m_d, True, D), o_d, o_c, FH, C)
             b_key = tl.where(m_c, b_key, -1)
         else:
             if CHOOSE == 5:
-                b_score = (chance(o_c, i_token // G, i_h, SEED) >> 8).to(tl.float32)
+                b_score = (chance(o_c, i_token // G, i_h, SHAPE.SEED) >> 8).to(tl.float32)
             else:
                 b_score = score_channels(b_x, CHOOSE == 2, FH, BT, C)
             b_key = score_key(b_score, p_weight, o_c, m_c, False, D)
@@ -181,11 +241,11 @@ def seal_channel_kernel(
         p_widths = widths + (i_bh * (M // G) + i_j // G) * D
         b_width = tl.load(p_widths + o_c, mask=m_c, other=0).to(tl.int32)
         if COUNT4 > 0:
-            b_place4, i_used4 = place_width(p_widths, o_c, 4, D, BD, FH, C)
+            b_place4, i_used4 = place_width(p_widths, o_c, 4, D, SHAPE.BD, FH, C)
             m_4 = (b_width == 4) & (b_place4 < COUNT4)
             i_used4 = tl.minimum(i_used4, COUNT4)
         if COUNT16 > 0:
-            b_place16, i_used16 = place_width(p_widths, o_c, 16, D, BD, FH, C)
+            b_place16, i_used16 = place_width(p_widths, o_c, 16, D, SHAPE.BD, FH, C)
             m_16 = (b_width == 16) & (b_place16 < COUNT16)
             i_used16 = tl.minimum(i_used16, COUNT16)
 
@@ -193,11 +253,11 @@ def seal_channel_kernel(
     if given is not None:
         p_norm = given + i_bh * M + i_j
     if FITS:
-        if CHOOSE != 4 or norm is not None:
+        if CHOOSE != 4 or page.norm is not None:
             b_fitted, b_least, _ = fit_channels(
-                p_source, p_column, p_norm, m_t, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, BG, False
+                p_source, p_column, p_norm, m_t, o_d, m_d, strides[2], strides[3], LEVELS, FIT, GROUP, NG, BG, False
             )
-            store_groups(scale, zero, b_fitted, b_least, i_group, o_d, m_d, D, NG)
+            store_groups(page.scale, page.zero, b_fitted, b_least, i_group, o_d, m_d, D, NG)
         if COUNT4 > 0 and RAISES:
             # Few channels, so they are fitted by themselves.
             o_r = tl.arange(0, triton.next_power_of_2(COUNT4))
@@ -207,21 +267,21 @@ def seal_channel_kernel(
             # Other programs may have other words.
             m_r4, o_r4 = o_r4 >= 0, tl.maximum(o_r4, 0)
             b_fitted, b_least, _ = fit_channels(
-                p_source, p_column, p_norm, m_t, o_r4, m_r4, s_l, s_d, 15, FIT, GROUP, NG, BG, False
+                p_source, p_column, p_norm, m_t, o_r4, m_r4, strides[2], strides[3], 15, FIT, GROUP, NG, BG, False
             )
             # They have scales of low width from all of them.
             tl.debug_barrier()
-            store_groups(scale, zero, b_fitted, b_least, i_group, o_r4, m_r4, D, NG)
+            store_groups(page.scale, page.zero, b_fitted, b_least, i_group, o_r4, m_r4, D, NG)
         tl.debug_barrier()
     if not EARLY or FITS:
-        b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT)
+        b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, strides[2], strides[3], FL * E, D, FH, EXACT)
         b_x = b_raw.to(tl.float32)
-    if norm is not None:
+    if page.norm is not None:
         b_norm = tl.full([BT], 1.0, tl.float16)
         if given is not None:
             b_norm = tl.load(p_norm + o_t, mask=m_t, other=1.0)
         if i_e == 0:
-            tl.store(norm + i_head * G + i_slot + o_t, b_norm, mask=m_t)
+            tl.store(page.norm + i_head * G + i_slot + o_t, b_norm, mask=m_t)
         b_share = tl.math.div_rn(tl.full([BT], 1.0, tl.float32), b_norm.to(tl.float32))
         b_x = b_x * b_share[None, :, None]
     # [FH, 1, C]
@@ -229,8 +289,8 @@ def seal_channel_kernel(
     o_group = (tl.arange(0, NG) * D)[None, :, None] + o_c[:, None, :]
     m_group = tl.broadcast_to(m_c[:, None, :], (FH, NG, C))
     if FITS:
-        b_scale = tl.load(scale + i_group + o_group, mask=m_group, other=0.0)
-        b_zero = tl.load(zero + i_group + o_group, mask=m_group, other=0.0)
+        b_scale = tl.load(page.scale + i_group + o_group, mask=m_group, other=0.0)
+        b_zero = tl.load(page.zero + i_group + o_group, mask=m_group, other=0.0)
     else:
         # NaN does not count in a minimum. [FH, NG, C]
         b_own = b_x
@@ -239,10 +299,12 @@ def seal_channel_kernel(
         b_own = tl.reshape(b_own, (FH, NG, BG, C))
         b_low, b_high = tl.min(b_own, 2), tl.max(b_own, 2)
         if is_wide(b_low, b_high):
-            # Loaded once more: hardly ever, and registers for it would cost every page.
+            # Loaded once more: hardly ever, and registers for it would cost every
             b_column = tl.load(p_column + o_t, mask=m_t, other=0)
-            b_again = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT).to(tl.float32)
-            if norm is not None:
+            b_again = load_tokens(
+                p_source, b_column, m_t, o_l, o_e < E, strides[2], strides[3], FL * E, D, FH, EXACT
+            ).to(tl.float32)
+            if page.norm is not None:
                 b_again = b_again * b_share[None, :, None]
             m_own = m_t[None, :, None] & (tl.abs(b_again) <= F16_MAX)
             b_low = tl.min(tl.reshape(tl.where(m_own, b_again, float("inf")), (FH, NG, BG, C)), 2)
@@ -252,12 +314,12 @@ def seal_channel_kernel(
         b_scale = tl.where(m_16[:, None, :], 0.0, b_scale).to(tl.float16)
         b_zero = tl.where(m_16[:, None, :], 0.0, b_zero).to(tl.float16)
     if not FITS:
-        tl.store(scale + i_group + o_group, b_scale, mask=m_group)
-        tl.store(zero + i_group + o_group, b_zero, mask=m_group)
+        tl.store(page.scale + i_group + o_group, b_scale, mask=m_group)
+        tl.store(page.zero + i_group + o_group, b_zero, mask=m_group)
     elif COUNT16 > 0 and RAISES:
         tl.debug_barrier()
-        tl.store(scale + i_group + o_group, b_scale, mask=m_group & m_16[:, None, :])
-        tl.store(zero + i_group + o_group, b_zero, mask=m_group & m_16[:, None, :])
+        tl.store(page.scale + i_group + o_group, b_scale, mask=m_group & m_16[:, None, :])
+        tl.store(page.zero + i_group + o_group, b_zero, mask=m_group & m_16[:, None, :])
     b_inverse = inverse_of(b_scale.to(tl.float32))[:, :, None, :]
     b_levels = tl.where(m_high, 15.0, LEVELS * 1.0)[:, :, None, :]
     # A channel that is kept whole has scale 0, hence code 0 without more ado.
@@ -272,46 +334,50 @@ def seal_channel_kernel(
     # [BT, BE]
     b_word = tl.reshape(b_word[:, :, None] >> (tl.arange(0, VEC) * 16)[None, None, :], (BT, BE)).to(tl.int16)
     o_e = i_e * BE + tl.arange(0, BE)
-    if TOKEN_MAJOR:
-        p_word = codes + i_head * (G * E) + (i_slot + o_t)[:, None] * E + o_e[None, :]
+    if SHAPE.TOKEN_MAJOR:
+        p_word = page.codes + i_head * (G * E) + (i_slot + o_t)[:, None] * E + o_e[None, :]
     else:
-        p_word = codes + i_head * (G * E) + o_e[None, :] * G + (i_slot + o_t)[:, None]
+        p_word = page.codes + i_head * (G * E) + o_e[None, :] * G + (i_slot + o_t)[:, None]
     tl.store(p_word, b_word, mask=m_t[:, None] & (o_e < E)[None, :])
 
     if COUNT4 > 0:
-        # The tile is a whole page.
+        # The tile is a whole
         o_w = tl.arange(0, BT // 8)
-        p_high = high + i_head * (G // 8 * N4) + o_w * N4
+        p_high = page.high + i_head * (G // 8 * SHAPE.N4) + o_w * SHAPE.N4
         if RAISES:
             # Eight tokens of a channel share a word. [FH, BT / 8, C]
             b_upper = tl.reshape(b_code, (FH, 8, BT // 8, C)) >> 2
             b_upper = tl.sum(b_upper << (tl.arange(0, 8) * 2)[None, :, None, None], 1).to(tl.int16)
             p_upper = p_high[None, :, None] + b_place4[:, None, :]
             tl.store(p_upper, b_upper, mask=m_4[:, None, :])
-            tl.store(high_index + i_head * N4 + b_place4, o_c.to(high_index.dtype.element_ty), mask=m_4)
+            tl.store(page.high_index + i_head * SHAPE.N4 + b_place4, o_c.to(page.high_index.dtype.element_ty), mask=m_4)
         if i_e == 0:
             # Ranks that no channel takes hold zeros.
-            o_free4 = tl.arange(0, triton.next_power_of_2(N4))
-            m_free4 = (o_free4 >= i_used4) & (o_free4 < N4)
-            b_zero4 = tl.zeros([BT // 8, triton.next_power_of_2(N4)], tl.int16)
+            o_free4 = tl.arange(0, triton.next_power_of_2(SHAPE.N4))
+            m_free4 = (o_free4 >= i_used4) & (o_free4 < SHAPE.N4)
+            b_zero4 = tl.zeros([BT // 8, triton.next_power_of_2(SHAPE.N4)], tl.int16)
             tl.store(p_high[:, None] + o_free4[None, :], b_zero4, mask=m_free4[None, :])
             tl.store(
-                high_index + i_head * N4 + o_free4, tl.zeros_like(o_free4).to(high_index.dtype.element_ty), mask=m_free4
+                page.high_index + i_head * SHAPE.N4 + o_free4,
+                tl.zeros_like(o_free4).to(page.high_index.dtype.element_ty),
+                mask=m_free4,
             )
     if COUNT16 > 0:
-        p_full = full + i_head * (G * N16) + (i_slot + o_t) * N16
+        p_full = page.full + i_head * (G * SHAPE.N16) + (i_slot + o_t) * SHAPE.N16
         if RAISES:
             p_own = p_full[None, :, None] + b_place16[:, None, :]
             tl.store(p_own, b_raw, mask=m_t[None, :, None] & m_16[:, None, :])
-            tl.store(full_index + i_head * N16 + b_place16, o_c.to(full_index.dtype.element_ty), mask=m_16)
+            tl.store(
+                page.full_index + i_head * SHAPE.N16 + b_place16, o_c.to(page.full_index.dtype.element_ty), mask=m_16
+            )
         if i_e == 0:
-            o_free16 = tl.arange(0, triton.next_power_of_2(N16))
-            m_free16 = (o_free16 >= i_used16) & (o_free16 < N16)
-            b_zero16 = tl.zeros([BT, triton.next_power_of_2(N16)], full.dtype.element_ty)
+            o_free16 = tl.arange(0, triton.next_power_of_2(SHAPE.N16))
+            m_free16 = (o_free16 >= i_used16) & (o_free16 < SHAPE.N16)
+            b_zero16 = tl.zeros([BT, triton.next_power_of_2(SHAPE.N16)], page.full.dtype.element_ty)
             tl.store(p_full[:, None] + o_free16[None, :], b_zero16, mask=m_t[:, None] & m_free16[None, :])
             tl.store(
-                full_index + i_head * N16 + o_free16,
-                tl.zeros_like(o_free16).to(full_index.dtype.element_ty),
+                page.full_index + i_head * SHAPE.N16 + o_free16,
+                tl.zeros_like(o_free16).to(page.full_index.dtype.element_ty),
                 mask=m_free16,
             )
 
@@ -337,26 +403,28 @@ def channel_constants(
         tile = CHANNEL_TILE // 2 if fits else CHANNEL_TILE
         words = max(2, min(words, tile // (groups * block * fields)))
     slices = 1 if rule else cdiv(form.words(head_dim), words)
-    constants = {
-        "BITS": form.bits,
-        "GROUP": group,
-        "TOKEN_MAJOR": is_keys,
-        "FIT": form.fit,
-        "CHOOSE": RULES.index(found.name) + 1 if rule else 0,
-        "OVER16": found.over16,
-        "OVER4": found.over4,
-        "DIVISOR": found.divisor,
-        "SEED": found.seed,
-        "COUNT4": form.raised_count(4),
-        "COUNT16": form.raised_count(16),
-        "N4": form.raised_room(4),
-        "N16": form.raised_room(16),
-        "NG": groups,
-        "BG": block,
-        "BE": words,
-        "BD": power(head_dim),
-        "FL": min(fields, 4, max(1, 64 // words)),
-        "VEC": 2,
-        "num_warps": warps_of(groups * block * fields * words, FIT_THREAD if fits else CHANNEL_THREAD),
-    }
-    return (tokens // (groups * group), slices), constants
+    shape = ChannelShape(
+        D=head_dim,
+        G=form.page_size,
+        BITS=form.bits,
+        GROUP=group,
+        TOKEN_MAJOR=is_keys,
+        FIT=form.fit,
+        CHOOSE=RULES.index(found.name) + 1 if rule else 0,
+        OVER16=found.over16,
+        OVER4=found.over4,
+        DIVISOR=found.divisor,
+        SEED=found.seed,
+        COUNT4=form.raised_count(4),
+        COUNT16=form.raised_count(16),
+        N4=form.raised_room(4),
+        N16=form.raised_room(16),
+        NG=groups,
+        BG=block,
+        BE=words,
+        BD=power(head_dim),
+        FL=min(fields, 4, max(1, 64 // words)),
+        VEC=2,
+    )
+    warps = warps_of(groups * block * fields * words, FIT_THREAD if fits else CHANNEL_THREAD)
+    return (tokens // (groups * group), slices), {"SHAPE": shape, "num_warps": warps}

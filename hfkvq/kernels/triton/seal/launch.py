@@ -12,7 +12,7 @@ from torch import Tensor
 from ...dispatch import Keep, reference
 from ...pages import PageFormat
 from ...seal import channel_widths
-from .._lib import PARTS, power
+from .._lib import Page, power
 from ..compile import Wanted
 from ..launch import Launch
 from .channel import channel_constants, ranks_in_kernel, seal_channel_kernel
@@ -134,15 +134,15 @@ def _launch(
     form, is_keys, head_dim = PageFormat.parse(fmt), side == "keys", shape[2]
     slices = 1
     if form.bits >= 8:
-        kernel, names, takes = seal_unpacked_kernel, ("codes", "scale"), ()
+        kernel, takes = seal_unpacked_kernel, ()
         tiles, constants = unpacked_constants(form, tokens, head_dim, device)
     elif form.axis == "token":
-        kernel, names, takes = seal_token_kernel, ("codes", "scale", "zero", "norm"), (2,)
+        kernel, takes = seal_token_kernel, (2,)
         tiles, constants = token_constants(form, is_keys, tokens, head_dim)
     else:
-        kernel, names, takes = seal_channel_kernel, PARTS, (0, 1, 2)
+        kernel, takes = seal_channel_kernel, (0, 1, 2)
         (tiles, slices), constants = channel_constants(form, is_keys, tokens, head_dim, rule)
-    at = [form.names.index(name) if name in form.names else None for name in names]
+    at = [form.names.index(name) if name in form.names else None for name in Page._fields]
     end = len(form.names) + 5
     # Where those of what may be given stand that the kernel takes.
     optional = [end + sum(map(bool, given[:i])) if given[i] else None for i in takes]
@@ -152,10 +152,9 @@ def _launch(
         if isinstance(parts[0], Tensor) and form.bits == 8:
             # Bytes stand in for fp8, a type that some GPUs lack.
             parts[0] = parts[0].view(torch.uint8)
-        return *parts, *tensors[end - 5 : end], *[None if i is None else tensors[i] for i in optional]
+        return Page(*parts), *tensors[end - 5 : end], *[None if i is None else tensors[i] for i in optional]
 
     # A fused multiply-add would round once where the contract rounds twice, and move codes at ties.
-    constants |= {"D": head_dim, "G": form.page_size, "enable_fp_fusion": False}
-    numbers = dict(zip(("s_b", "s_h", "s_l", "s_d"), stride, strict=True))
-    numbers |= {"H": shape[1], "N": blocks, "M": tokens}
+    constants["enable_fp_fusion"] = False
+    numbers = {"strides": stride, "H": shape[1], "N": blocks, "M": tokens}
     return Launch(kernel, (tiles, shape[0] * shape[1], slices), numbers, constants, device, nest)

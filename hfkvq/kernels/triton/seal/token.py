@@ -29,9 +29,9 @@ def due_tile(p_count, p_new, i_t, M, BT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
 def seal_token_kernel(
-    codes, scale, zero, norm, table, count, new, source, index, given, s_b, s_h, s_l, s_d, H, N, M,
-    D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, FIT: tl.constexpr,
-    TOKEN_MAJOR: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
+    page, table, count, new, source, index, given, strides, H, N, M, D: tl.constexpr, G: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, FIT: tl.constexpr, TOKEN_MAJOR: tl.constexpr, BT: tl.constexpr,
+    BE: tl.constexpr,
 ):  # fmt: skip
     """The due ones of BT slots of a page. The fields of a word lie in one thread."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -51,21 +51,21 @@ def seal_token_kernel(
     m_t = (o_j >= 0) & (o_j < i_new)
     o_slot = i_slot + tl.arange(0, BT)
     o_e = tl.arange(0, BE)
-    p_source = source + i_b * s_b + i_h * s_h
+    p_source = source + i_b * strides[0] + i_h * strides[1]
     b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0)
     # [FIELDS, BT, BE]
-    b_x = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
+    b_x = load_tokens(p_source, b_column, m_t, o_e, o_e < E, strides[2], strides[3], E, D, FIELDS, False).to(tl.float32)
     # [FIELDS, 1, BE]
     o_c = (tl.arange(0, FIELDS) * E)[:, None, None] + o_e[None, None, :]
     m_c = (o_c < D) & (o_e < E)[None, None, :]
-    if norm is not None:
+    if page.norm is not None:
         # Whole pages are new, so a tile lies within one of them.
         b_norm = tl.full([FIELDS, BT, BE], 1.0, tl.float16)
         if given is not None:
             p_given = given + (i_bh * (M // G) + (i_first - i_count) // G) * D + o_c
             # There are as many as elements: they are loaded where they are used, since moving them would cost more.
             b_norm = tl.load(tl.broadcast_to(p_given, (FIELDS, BT, BE)), mask=m_c, other=1.0)
-        p_norm = tl.broadcast_to(norm + i_head * D + o_c, (FIELDS, BT, BE))
+        p_norm = tl.broadcast_to(page.norm + i_head * D + o_c, (FIELDS, BT, BE))
         tl.store(p_norm, b_norm, mask=m_c & (o_slot == 0)[None, :, None])
         b_share = tl.math.div_rn(tl.full([FIELDS, BT, BE], 1.0, tl.float32), b_norm.to(tl.float32))
         b_x = b_x * b_share
@@ -86,8 +86,10 @@ def seal_token_kernel(
         if is_wide(b_low, b_high):
             # Loaded once more: hardly ever, and registers for it would cost every tile.
             b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0)
-            b_again = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
-            if norm is not None:
+            b_again = load_tokens(
+                p_source, b_column, m_t, o_e, o_e < E, strides[2], strides[3], E, D, FIELDS, False
+            ).to(tl.float32)
+            if page.norm is not None:
                 b_again = b_again * b_share
             m_own = m_c & (tl.abs(b_again) <= F16_MAX)
             b_lows = tl.reshape(tl.where(m_own, b_again, float("inf")), (A, F, BT, K, W))
@@ -101,8 +103,8 @@ def seal_token_kernel(
         o_n = (tl.arange(0, A) * K)[:, None, None] + tl.arange(0, K)[None, None, :]
         p_group = (i_head * (D // GROUP) + o_n) * G + o_slot[None, :, None]
         m_group = tl.broadcast_to(m_t[None, :, None], (A, BT, K))
-        tl.store(scale + p_group, b_scale, mask=m_group)
-        tl.store(zero + p_group, b_zero, mask=m_group)
+        tl.store(page.scale + p_group, b_scale, mask=m_group)
+        tl.store(page.zero + p_group, b_zero, mask=m_group)
         b_inverse = inverse_of(b_scale.to(tl.float32))[:, None, :, :, None]
         b_base = b_zero.to(tl.float32)[:, None, :, :, None]
         b_code = affine_codes(tl.reshape(b_x, (A, F, BT, K, W)), b_inverse, b_base, LEVELS * 1.0)
@@ -122,8 +124,8 @@ def seal_token_kernel(
                 b_scale, b_zero = tl.reshape(b_scale, (BT,)), tl.reshape(b_zero, (BT,))
             m_n = (o_c // GROUP == i_n) & (o_e < E)[None, None, :]
             p_group = (i_head * (D // GROUP) + i_n) * G + o_slot
-            tl.store(scale + p_group, b_scale, mask=m_t)
-            tl.store(zero + p_group, b_zero, mask=m_t)
+            tl.store(page.scale + p_group, b_scale, mask=m_t)
+            tl.store(page.zero + p_group, b_zero, mask=m_t)
             b_inverse = tl.where(m_n, inverse_of(b_scale.to(tl.float32))[None, :, None], b_inverse)
             b_base = tl.where(m_n, b_zero.to(tl.float32)[None, :, None], b_base)
         b_code = affine_codes(b_x, b_inverse, b_base, LEVELS * 1.0)
@@ -132,9 +134,9 @@ def seal_token_kernel(
     # [BT, BE]
     b_word = tl.sum(b_code << (tl.arange(0, FIELDS) * BITS)[:, None, None], 0).to(tl.int16)
     if TOKEN_MAJOR:
-        p_word = codes + i_head * (G * E) + o_slot[:, None] * E + o_e[None, :]
+        p_word = page.codes + i_head * (G * E) + o_slot[:, None] * E + o_e[None, :]
     else:
-        p_word = codes + i_head * (G * E) + o_slot[:, None] + o_e[None, :] * G
+        p_word = page.codes + i_head * (G * E) + o_slot[:, None] + o_e[None, :] * G
     tl.store(p_word, b_word, mask=m_t[:, None] & (o_e < E)[None, :])
 
 
@@ -157,8 +159,8 @@ def to_fp8(b_x, NATIVE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
 def seal_unpacked_kernel(
-    codes, scale, table, count, new, source, index, s_b, s_h, s_l, s_d, H, N, M,
-    D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
+    page, table, count, new, source, index, strides, H, N, M, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The due ones of BT slots of a page, a code an element: fp8 pages, and copies for 16 bits (no scale)."""
@@ -179,9 +181,9 @@ def seal_unpacked_kernel(
     m_x = m_t[:, None]
     if BN * BC != D:
         m_x = m_x & ((o_i // BC < D // GROUP) & (o_i % BC < GROUP))[None, :]
-    p_x = (source + i_b * s_b + i_h * s_h + b_column * s_l)[:, None] + (o_c * s_d)[None, :]
+    p_x = (source + i_b * strides[0] + i_h * strides[1] + b_column * strides[2])[:, None] + (o_c * strides[3])[None, :]
     b_x = tl.load(p_x, mask=m_x, other=0.0)
-    if scale is not None:
+    if page.scale is not None:
         b_x = tl.reshape(b_x.to(tl.float32), (BT, BN, BC))
         # [BT, BN]
         b_top = tl.max(tl.abs(b_x), 2)
@@ -190,11 +192,11 @@ def seal_unpacked_kernel(
         b_top = tl.where(b_top == b_top, b_top, 0.0)
         b_scale = tl.math.div_rn(b_top, tl.zeros_like(b_top) + FP8_MAX).to(tl.float16)
         p_scale = (i_head * (D // GROUP) + o_n)[None, :] * G + o_slot[:, None]
-        tl.store(scale + p_scale, b_scale, mask=m_t[:, None] & (o_n < D // GROUP)[None, :])
+        tl.store(page.scale + p_scale, b_scale, mask=m_t[:, None] & (o_n < D // GROUP)[None, :])
         b_x = tl.where(b_x != b_x, 0.0, tl.minimum(tl.maximum(b_x, -F16_MAX), F16_MAX))
         b_x *= inverse_of(b_scale.to(tl.float32))[:, :, None]
         b_x = to_fp8(tl.reshape(b_x, (BT, BN * BC)), NATIVE)
-    p_code = codes + (i_head * G + o_slot)[:, None] * D + o_c[None, :]
+    p_code = page.codes + (i_head * G + o_slot)[:, None] * D + o_c[None, :]
     tl.store(p_code, b_x, mask=m_x)
 
 
@@ -213,6 +215,8 @@ def unpacked_constants(
     groups, width = power(head_dim // group), power(group)
     block, tiles = _slots(form, tokens, max(1, TOKEN_TILE // (groups * width)))
     return tiles, {
+        "D": head_dim,
+        "G": form.page_size,
         "GROUP": group,
         "BN": groups,
         "BC": width,
@@ -229,6 +233,8 @@ def token_constants(form: PageFormat, is_keys: bool, tokens: int, head_dim: int)
     share = 1 if head_dim in (form.group_size, fields * words) else 2
     block, tiles = _slots(form, tokens, max(1, TOKEN_TILE // share // (fields * words)))
     return tiles, {
+        "D": head_dim,
+        "G": form.page_size,
         "BITS": form.bits,
         "GROUP": form.group_size,
         "FIT": form.fit,
