@@ -11,6 +11,7 @@ last cache of its kind has left; every other cache makes its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -28,6 +29,7 @@ from .base import warn_once
 from .base.capture import RECORDERS
 from .base.model_calls import CACHE_NAMES, CallInterceptor, forward_parameters, inside_call, with_cache
 from .base.recorded import recording
+from .fused_modules import DEVICES, Fusion, fusion_enabled
 from .layer_state.base import ROLLBACK
 from .layer_state.group import DeviceSync
 from .layers.recurrent import StatePlaces
@@ -461,7 +463,7 @@ class StepGraphs:
             if runs > TRIES:
                 self._give_up(model, kind, self._why)
         try:
-            out = self._first(model, cache, tensors, step)
+            out = self._first(model, interceptor, cache, tensors, step)
             if not states.are_in(buffers.states):
                 self._give_up(model, kind, "its layers keep recurrent states in new tensors at each step")
             return True, out
@@ -490,11 +492,23 @@ class StepGraphs:
         self._failed[kind] = reason
         warn_once(f"{type(model).__name__}: steps are not captured, since {reason}; they run without graphs.")
 
-    def _first(self, model: Any, cache: CapturableCache, tensors: dict[str, Tensor], step: Step) -> Any:
+    def _fused(
+        self, model: Any, interceptor: CallInterceptor, step: Step, compares: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """The modules around attention, fused while a step of one token a row is recorded."""
+        if step.tokens > 1 or self.sync.first.layer.device.type not in DEVICES or not fusion_enabled():
+            return contextlib.nullcontext()
+        if interceptor.fusion is None:
+            interceptor.fusion = Fusion()
+        return interceptor.fusion.applied(model, compares)
+
+    def _first(
+        self, model: Any, interceptor: CallInterceptor, cache: CapturableCache, tensors: dict[str, Tensor], step: Step
+    ) -> Any:
         """A step in Python, over the buffers: what graphs need is compiled and loaded by it."""
 
         def run() -> Any:
-            with inside_call(), recording():
+            with inside_call(), recording(), self._fused(model, interceptor, step, True):
                 return model._call_impl(**tensors, **step.rest, **with_cache(model, cache))
 
         with self.placement.states.undone_on_error():
@@ -535,7 +549,8 @@ class StepGraphs:
         cached = torch.is_autocast_cache_enabled()
         try:
             torch.set_autocast_cache_enabled(False)
-            with inside_call(), recording(), self.placement.states.as_before():
+            fused = self._fused(model, interceptor, step, False)
+            with inside_call(), recording(), fused, self.placement.states.as_before():
                 graph = RECORDERS[device.type](self._devices(device), run, cache)
         except Exception as error:
             # The replay was not carried out.

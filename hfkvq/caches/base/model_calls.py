@@ -46,6 +46,8 @@ class CallInterceptor:
         self._replaced: Callable[[Any], Any] | None = None
         # Steps that have been captured: all that they launch is loaded.
         self.captured: set[Any] = set()
+        # Modules that run fused while a step is recorded: a `hfkvq.caches.fused_modules.Fusion`.
+        self.fusion: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's call: a step of a cache of ours may be replayed, all else goes on."""

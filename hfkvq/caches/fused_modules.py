@@ -1,0 +1,220 @@
+"""Modules around attention, each in one launch while a step is captured: RMS norms, gated MLPs, rotary embedding.
+
+A captured step repeats what its modules launched when it was recorded. So while one is recorded, modules whose results
+are those of `hfkvq.kernels.fused` run by these kernels; at all other times, and for all other calls, they are the
+model's own. The step in Python that goes before a capture shows which they are: each kind of module is computed both
+ways there, on what the step has given it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfkvq.kernels.dispatch import reference
+from hfkvq.kernels.fused import ACTIVATIONS, NORMS, activated_product, rms_norm, rotary
+
+DEVICES = {"cuda"}
+"""Types of devices on which modules are fused."""
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+Forward = Callable[..., Any]
+
+
+def fusion_enabled() -> bool:
+    """True unless the variable HFKVQ_FUSION is 0. Raises ValueError for anything but 1 and 0."""
+    given = os.environ.get("HFKVQ_FUSION", "1").strip().lower()
+    if given not in ("0", "1", "false", "true", "off", "on"):
+        raise ValueError(f"HFKVQ_FUSION: got {given!r}, allowed 1 (modules of captured steps are fused) or 0.")
+    return given in ("1", "true", "on")
+
+
+class Fusion:
+    """Kinds of one model's modules that kernels compute alike.
+
+    Attributes:
+        found: indices of kernels' forms by kind of module; None for kinds that no kernel computes alike.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[Any, int | None] = {}
+        self._compares = False
+
+    @contextlib.contextmanager
+    def applied(self, model: nn.Module, compares: bool) -> Iterator[None]:
+        """Runs the model's modules fused within it, in this thread, and leaves them as they were.
+
+        Args:
+            model: of Transformers.
+            compares: whether kinds that are not known yet are computed both ways, which asks the device; otherwise
+                they run as they are.
+        """
+        self._compares = compares
+        thread, replaced = threading.get_ident(), []
+        try:
+            for module in model.modules():
+                forward = self._forward_of(module)
+                if forward is not None:
+                    vars(module)["forward"] = _Fused(module, forward, thread)
+                    replaced.append(module)
+            yield
+        finally:
+            for module in replaced:
+                del vars(module)["forward"]
+
+    def _forward_of(self, module: nn.Module) -> Forward | None:
+        """What a module runs in place of its class's forward, which takes the module first; None for nothing else."""
+        own = type(module).forward
+        if not isinstance(own, types.FunctionType) or not _is_own(module):
+            return None
+        if _is_norm(module):
+            return self._norm
+        if (linears := _linears(module)) is not None:
+            return partial(self._mlp, linears=linears)
+        names = [name for name in own.__code__.co_names if name.startswith("apply_") and "rotary" in name]
+        plain = {name: own.__globals__.get(name) for name in names}
+        fused = {name: partial(self._rotary, x) for name, x in plain.items() if isinstance(x, types.FunctionType)}
+        # Rotary embedding is a function that attention finds in its file: here a copy of its forward finds another.
+        return _with_globals(own, fused) if fused else None
+
+    def _form(self, kind: Any, plain: Forward, fused: Sequence[Forward], in_torch: Sequence[Forward]) -> int | None:
+        """Index of the form that gives what ``plain`` does, up to rounding; None for no form, or for not known yet.
+
+        PyTorch computes all forms, and the kernel, which is compiled for it, the nearest.
+        """
+        if kind not in self.found and self._compares:
+            expected = plain()
+            errors = [_error(expected, form()) for form in in_torch]
+            nearest = errors.index(min(errors))
+            self.found[kind] = nearest if max(errors[nearest], _error(expected, fused[nearest]())) <= 1 else None
+        return self.found.get(kind)
+
+    def _norm(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = partial(type(module).forward, module, *args, **kwargs)
+        if len(args) != 1 or kwargs or not _is_plain_tensor(args[0]):
+            return plain()
+        x, weight = args[0], module.weight
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if not isinstance(eps, float) or x.dtype != weight.dtype or x.shape[-1] != weight.numel():
+            return plain()
+        kind = type(module), eps, x.dtype, x.shape[-1]
+        fused, in_torch = (
+            [partial(run, x, weight, eps, i) for i in range(len(NORMS))] for run in (rms_norm, reference("rms_norm"))
+        )
+        form = self._form(kind, plain, fused, in_torch)
+        return plain() if form is None else fused[form]()
+
+    def _mlp(self, module: Any, *args: Any, linears: tuple[nn.Linear, ...], **kwargs: Any) -> Any:
+        plain = partial(type(module).forward, module, *args, **kwargs)
+        if len(args) != 1 or kwargs or not _is_plain_tensor(args[0]):
+            return plain()
+
+        def compute(product: Forward, activation: int) -> Tensor:
+            *first, down = linears
+            given = [linear(args[0]) for linear in first]
+            gate, up = given if len(given) == 2 else given[0].chunk(2, dim=-1)
+            return down(product(gate, up, activation))
+
+        kind = type(module), *[x.weight.shape for x in linears], args[0].dtype
+        fused, in_torch = (
+            [partial(compute, product, i) for i in range(len(ACTIVATIONS))]
+            for product in (activated_product, reference("activated_product"))
+        )
+        form = self._form(kind, plain, fused, in_torch)
+        return plain() if form is None else fused[form]()
+
+    def _rotary(self, function: Forward, *args: Any, **kwargs: Any) -> Any:
+        plain = partial(function, *args, **kwargs)
+        if len(args) != 4 or kwargs or not all(map(_is_plain_tensor, args)):
+            return plain()
+        q, k, cos, _ = args
+        whole = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.dtype == q.dtype == k.dtype
+        if not whole or not q.shape[-1] == k.shape[-1] == cos.shape[-1] or cos.shape[0] not in (1, q.shape[0]):
+            return plain()
+        kind = function, q.dtype, q.shape[1:], k.shape[1:]
+        fused = partial(rotary, *args)
+        form = self._form(kind, plain, [fused], [partial(reference("rotary"), *args)])
+        return plain() if form is None else fused()
+
+
+class _Fused:
+    """A module's forward in one thread; in others it is that of its class."""
+
+    def __init__(self, module: nn.Module, forward: Forward, thread: int) -> None:
+        self._module, self._forward, self._thread = module, forward, thread
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._forward if threading.get_ident() == self._thread else type(self._module).forward
+        return forward(self._module, *args, **kwargs)
+
+
+def _error(expected: Any, found: Any) -> float:
+    """Distance of results, in the rounding that is allowed; infinite for others in kind."""
+    if isinstance(expected, tuple):
+        return max(_error(one, other) for one, other in zip(expected, found, strict=True))
+    if not _is_plain_tensor(expected) or expected.shape != found.shape or expected.dtype != found.dtype:
+        return math.inf
+    wide = expected.float()
+    allowed = max(torch.finfo(expected.dtype).eps / 4, 1e-6) * wide.norm()
+    # NaN, and results of zeros, which say nothing, are no agreement.
+    error = float((found.float() - wide).norm() / allowed)
+    return error if error == error else math.inf
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """True for a module of one vector that is written in Python: PyTorch's own norms are fused."""
+    names = [name for name, x in module.named_parameters(recurse=False)]
+    leaf = names == ["weight"] and next(module.children(), None) is None
+    weight = getattr(module, "weight", None)
+    return leaf and not type(module).__module__.startswith("torch.") and weight.dim() == 1 and _is_dense(weight)
+
+
+def _linears(module: nn.Module) -> tuple[nn.Linear, ...] | None:
+    """Linear layers of a gated MLP by the names that all such models have; None for other modules."""
+    for names in (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")):
+        found = [getattr(module, name, None) for name in names]
+        if all(type(x) is nn.Linear and _is_own(x) and not _has_hooks(x) for x in found):
+            inner = [x for x in module.modules() if x is not module and x not in found]
+            dense = all(_is_dense(p) for x in found for p in x.parameters(recurse=False))  # type: ignore[union-attr]
+            # The activation is between them, and nothing that has weights, or hooks, of its own.
+            if dense and not any(_has_hooks(x) or next(x.parameters(), None) is not None for x in inner):
+                return tuple(found)  # type: ignore[arg-type]
+    return None
+
+
+def _is_dense(x: Any) -> bool:
+    """True for a parameter that is neither quantized nor spread over devices."""
+    return type(x) is nn.Parameter and type(x.data) is Tensor and x.dtype in _DTYPES
+
+
+def _is_plain_tensor(x: Any) -> bool:
+    return type(x) is Tensor and x.dtype in _DTYPES
+
+
+def _is_own(module: nn.Module) -> bool:
+    """False where another library, or the user's ``compile``, has replaced the module's forward."""
+    return "forward" not in vars(module) and module._compiled_call_impl is None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _with_globals(function: types.FunctionType, names: dict[str, Any]) -> Forward:
+    """A function that finds other objects by these global names."""
+    places = function.__globals__ | names
+    found = types.FunctionType(
+        function.__code__, places, function.__name__, function.__defaults__, function.__closure__
+    )
+    found.__kwdefaults__ = function.__kwdefaults__
+    return found

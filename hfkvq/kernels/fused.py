@@ -1,0 +1,112 @@
+"""What stands around attention in a model's layer, in one launch each: RMS norm, gated activation, rotary embedding.
+
+Each rounds to the model's dtype where the model's own modules do, so that a step's numbers stay those of the model.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dispatch import call, define, triton_slot
+
+NORMS = ("rounded, then weighted", "weighted, then rounded", "weighted by 1 + weight, then rounded")
+"""Forms of RMS norms: Llama's, gpt-oss's and Gemma's."""
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+"""Activations of gated MLPs."""
+
+
+@define("rms_norm")
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, form: int) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    found = weight * wide.to(x.dtype) if form == 0 else (wide * (weight.float() + (form == 2))).to(x.dtype)
+    return found.contiguous()
+
+
+@_rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float, form: int) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+triton_slot("rms_norm", "fused:rms_norm_triton")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, form: int) -> Tensor:
+    """RMS norm of the last dimension: ``x / sqrt(mean(x²) + eps)`` in f32, weighted.
+
+    Args:
+        x: (..., D).
+        weight: (D,), in the dtype of x.
+        eps: added to the mean square.
+        form: index in `NORMS`.
+
+    Returns:
+        (..., D) in the dtype of x, contiguous.
+    """
+    return call(_rms_norm, x, x, weight, eps, form)
+
+
+@define("activated_product")
+def _activated_product(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    found = F.gelu(gate, approximate="tanh" if activation == 1 else "none") if activation else F.silu(gate)
+    return (found * up).contiguous()
+
+
+@_activated_product.register_fake
+def _(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+
+
+triton_slot("activated_product", "fused:activated_product_triton")
+
+
+def activated_product(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    """The product of a gated MLP, ``activation(gate) * up``.
+
+    Args:
+        gate: (..., N), also a part of a wider tensor.
+        up: (..., N), likewise.
+        activation: index in `ACTIVATIONS`.
+
+    Returns:
+        (..., N) in the dtype of gate, contiguous.
+    """
+    return call(_activated_product, gate, gate, up, activation)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+@define("rotary")
+def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    found = (_turned(x, cos[:, None], sin[:, None]) for x in (q, k))
+    q, k = (x.contiguous() for x in found)
+    return q, k
+
+
+@_rotary.register_fake
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
+
+
+triton_slot("rotary", "fused:rotary_triton")
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of whole heads by halves: ``x cos + (-x₂, x₁) sin``.
+
+    Args:
+        q: (B, Hq, T, D), any strides but the last, which is 1.
+        k: (B, H, T, D), likewise.
+        cos: (B or 1, T, D).
+        sin: likewise.
+
+    Returns:
+        Queries and keys of the same shapes and dtype, contiguous.
+    """
+    return call(_rotary, q, q, k, cos, sin)

@@ -1,0 +1,167 @@
+"""Modules that are fused while steps are captured, against the modules themselves."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from hfkvq.caches import MixedKVCache, fused_modules
+from hfkvq.caches.fused_modules import Fusion
+from tests.caches.graph_recorder import taped  # noqa: F401
+from tests.caches.models import build, prompt
+
+
+@pytest.fixture
+def cpu(monkeypatch, taped):  # noqa: F811
+    """Steps on the CPU are replayed from tapes, and their modules fused."""
+    monkeypatch.setattr(fused_modules, "DEVICES", {"cuda", "cpu"})
+    monkeypatch.setattr("hfkvq.caches.step_graphs.DEVICES", {"cuda", "cpu"})
+    return taped
+
+
+def shaken(family, dtype=torch.float32):
+    """A model whose norms have weights of their own."""
+    model = build(family).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator).to(dtype)
+    return model
+
+
+def logits(model, tokens=4, rows=2):
+    cache = MixedKVCache(model, "full")
+    with torch.no_grad():
+        found = [model(prompt(rows, 20), past_key_values=cache).logits]
+        found += [model(prompt(rows, 1, seed=i), past_key_values=cache).logits for i in range(tokens)]
+    return torch.cat(found, 1)
+
+
+FUSED = {
+    "llama": ["LlamaRMSNorm", "apply_rotary_pos_emb", "LlamaMLP"],
+    "qwen3": ["Qwen3RMSNorm", "Qwen3RMSNorm", "apply_rotary_pos_emb", "Qwen3MLP"],
+    "qwen3-moe": ["Qwen3MoeRMSNorm", "Qwen3MoeRMSNorm", "apply_rotary_pos_emb"],
+    "gemma3": ["Gemma3RMSNorm", "Gemma3RMSNorm", "apply_rotary_pos_emb", "Gemma3MLP"],
+    "gpt-oss": ["GptOssRMSNorm"],
+    "phi3": ["Phi3RMSNorm", "apply_rotary_pos_emb", "Phi3MLP"],
+    "glm4": ["Glm4RMSNorm", "Glm4MLP"],
+    "deepseek-v3": ["DeepseekV3RMSNorm", "DeepseekV3RMSNorm", "DeepseekV3MLP", "DeepseekV3MLP"],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, torch.float32) for family in FUSED), ("gpt-oss", torch.bfloat16)]
+)
+def test_steps_are_those_of_the_models_own_modules(family, dtype, cpu, monkeypatch):
+    """Norms of all forms, of hidden states, queries and keys, gated MLPs, rotary embedding; others run as they are."""
+    model = shaken(family, dtype)
+    found, made = logits(model), cpu.made
+    assert made == 1
+    kinds = model._compiled_call_impl.fusion.found
+    assert sorted(kind[0].__name__ for kind, form in kinds.items() if form is not None) == sorted(FUSED[family])
+    assert not any("forward" in vars(module) for module in model.modules())
+    monkeypatch.setenv("HFKVQ_FUSION", "0")
+    plain = shaken(family, dtype)
+    torch.testing.assert_close(found, logits(plain), rtol=0, atol=0)
+    assert plain._compiled_call_impl.fusion is None
+
+
+def hooked(model):
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, given, out: out + 1)
+
+
+def replaced(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: 2 * type(mlp).forward(mlp, x)
+
+
+def quantized(model):
+    class Half(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) / 2
+
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.__class__ = Half
+
+
+@pytest.mark.parametrize("change", [replaced, quantized])
+def test_what_others_have_changed_runs_as_it_is(change, cpu, monkeypatch):
+    found = []
+    for given in ("1", "0"):
+        monkeypatch.setenv("HFKVQ_FUSION", given)
+        model = shaken("llama")
+        change(model)
+        found.append(logits(model))
+        assert change is not replaced or "forward" in vars(model.model.layers[0].mlp)
+    assert torch.equal(*found)
+    monkeypatch.setenv("HFKVQ_FUSION", "1")
+    assert not torch.equal(found[0], logits(shaken("llama")))
+
+
+def test_a_hook_keeps_its_linear_layer():
+    model = shaken("llama")
+    hooked(model)
+    with Fusion().applied(model, compares=True):
+        names = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    assert "model.layers.0.mlp" not in names
+    assert "model.layers.1.mlp" in names
+
+
+def test_other_threads_have_the_models_own_modules():
+    model, seen = shaken("llama"), []
+    fusion = Fusion()
+    x = torch.randn(1, 1, 64)
+    with fusion.applied(model, compares=True):
+        thread = threading.Thread(target=lambda: seen.append(model.model.norm(x)))
+        thread.start()
+        thread.join()
+        assert not fusion.found
+        with torch.no_grad():
+            model.model.norm(x)
+        assert fusion.found
+    assert torch.equal(seen[0], model.model.norm(x))
+
+
+def test_what_computes_another_thing_is_left():
+    """A norm by name that is none, and results that say nothing."""
+
+    class Norm(nn.Module):
+        def __init__(self, power):
+            super().__init__()
+            self.weight, self.eps, self.power = nn.Parameter(torch.ones(64)), 1e-6, power
+
+        def forward(self, x):
+            return self.weight * x / x.abs().pow(self.power).mean(-1, keepdim=True)
+
+    fusion, x = Fusion(), torch.randn(1, 1, 64)
+    for module, given in ((Norm(3), x), (shaken("llama").model.norm, torch.zeros(1, 1, 64))):
+        expected = module(given)
+        with torch.no_grad(), fusion.applied(module, compares=True):
+            assert torch.equal(module(given), expected)
+    assert set(fusion.found.values()) == {None}
+
+
+@pytest.mark.parametrize("given", ["2", "yes", "auto"])
+def test_a_value_that_says_nothing(given, monkeypatch):
+    monkeypatch.setenv("HFKVQ_FUSION", given)
+    with pytest.raises(ValueError, match=f"HFKVQ_FUSION: got '{given}', allowed 1 .* or 0"):
+        fused_modules.fusion_enabled()
+
+
+def test_modules_are_whole_after_an_error(cpu):
+    model = shaken("llama")
+
+    def failing(x):
+        raise RuntimeError("no")
+
+    cache = MixedKVCache(model, "full")
+    with torch.no_grad():
+        model(prompt(1, 20), past_key_values=cache)
+        model.model.layers[1].mlp.forward = failing
+        with pytest.raises(RuntimeError, match="no"):
+            model(prompt(1, 1), past_key_values=cache)
+    own = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    assert own == ["model.layers.1.mlp"]
