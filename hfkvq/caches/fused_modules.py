@@ -173,10 +173,11 @@ def _error(expected: Any, found: Any) -> float:
 
 def _is_norm(module: nn.Module) -> bool:
     """True for a module of one vector that is written in Python: PyTorch's own norms are fused."""
-    names = [name for name, x in module.named_parameters(recurse=False)]
-    leaf = names == ["weight"] and next(module.children(), None) is None
-    weight = getattr(module, "weight", None)
-    return leaf and not type(module).__module__.startswith("torch.") and weight.dim() == 1 and _is_dense(weight)
+    own = list(module.named_parameters(recurse=False))
+    if len(own) != 1 or next(module.children(), None) is not None or type(module).__module__.startswith("torch."):
+        return False
+    (name, weight) = own[0]
+    return name == "weight" and weight.dim() == 1 and _is_dense(weight)
 
 
 def _linears(module: nn.Module) -> tuple[nn.Linear, ...] | None:
