@@ -165,3 +165,25 @@ def test_modules_are_whole_after_an_error(cpu):
             model(prompt(1, 1), past_key_values=cache)
     own = [name for name, module in model.named_modules() if "forward" in vars(module)]
     assert own == ["model.layers.1.mlp"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FUSED)
+def test_captured_steps_of_kernels(family, monkeypatch):
+    """In bf16 nearly all that the modules compute is the same to the last bit."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    found = []
+    for given in ("1", "0"):
+        monkeypatch.setenv("HFKVQ_FUSION", given)
+        model = shaken(family, torch.bfloat16).cuda()
+        cache = MixedKVCache(model, "full")
+        with torch.no_grad():
+            model(prompt(2, 20).cuda(), past_key_values=cache)
+            steps = [model(prompt(2, 1, seed=i).cuda(), past_key_values=cache).logits for i in range(6)]
+        found.append(torch.cat(steps, 1).float())
+        if given == "1":
+            kinds = model._compiled_call_impl.fusion.found
+            named = sorted(kind[0].__name__ for kind, form in kinds.items() if form is not None)
+            assert named == sorted(FUSED[family])
+    assert (found[0] - found[1]).norm() < 0.03 * found[1].norm()
