@@ -73,7 +73,7 @@ class Fusion:
                 del vars(module)["forward"]
 
     def _forward_of(self, module: nn.Module) -> Forward | None:
-        """What a module runs in place of its class's forward, which takes the module first; None for nothing else."""
+        """Function in place of a class's forward, which takes the module first; None where the module runs as it is."""
         own = type(module).forward
         if not isinstance(own, types.FunctionType) or not _is_own(module):
             return None

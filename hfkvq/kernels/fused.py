@@ -1,4 +1,4 @@
-"""What stands around attention in a model's layer, in one launch each: RMS norm, gated activation, rotary embedding.
+"""RMS norm, gated activation and rotary embedding, as they stand around attention, in one launch each.
 
 Each rounds to the model's dtype where the model's own modules do, so that a step's numbers stay those of the model.
 """
