@@ -281,7 +281,7 @@ class CompressedManager(ContinuousBatchingManager):
         with _allocator(named):
             processor = super()._create_batch_processor()
         spread_short_requests(processor.scheduler)
-        processor.cache.update = partial(_handed_on, processor.cache)
+        processor.cache.update = partial(_handed_on, processor.cache)  # type: ignore[method-assign]
         io: Any = processor.inputs_and_outputs
         for each in [pair.device_io for pair in io.io_pairs] if hasattr(io, "io_pairs") else [io]:
             each._get_graph_key = lambda key=each._get_graph_key: (*key(), self.graph_variant())

@@ -172,7 +172,7 @@ class Answers(CBGenerateManager):
             for at, each in enumerate(processors.logits_processor)
             if isinstance(each, ContinuousBatchingTopPLogitsWarper)
         )
-        shared_top_p = processors.logits_processor[at] = SharedTopP(plain)
+        shared_top_p = processors.logits_processor[at] = SharedTopP(plain)  # type: ignore[arg-type]
         # Steps with and without top_p are two captured graphs.
         self._cb.graph_variant = lambda: shared_top_p.needed
         processors.logits_processor.append(GreedyRows())
