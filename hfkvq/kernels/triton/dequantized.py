@@ -146,12 +146,14 @@ def dequantized_pages_kernel(
     q, row, table, pos, keys, values, mask, out, out_top, out_sum, s_q, s_m, factors, B, N, L, SPLITS, FIRST, PAGED,
     WK, WV, SHAPE: tl.constexpr, RUN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """One split of the pages of a row's run RUN against SHAPE.BM of the queries that share a KV head."""
+    """One split of the pages of a row's run RUN against BM of the queries that share a KV head."""
     i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_b, i_h = i_bh // SHAPE.H, i_bh % SHAPE.H
     i_wh = window_head(row.rows, i_bh, i_b, i_h, SHAPE.H)
+    # `tl.zeros` is a kernel function itself, which takes constants but no plain numbers.
+    BM: tl.constexpr = SHAPE.BM
     ROWS: tl.constexpr = SHAPE.SHARE * SHAPE.Q
-    o_m = i_m * SHAPE.BM + tl.arange(0, SHAPE.BM)
+    o_m = i_m * BM + tl.arange(0, BM)
     m_m = o_m < ROWS
     i_row = (i_bh * SPLITS + FIRST + i_s) * ROWS
 
@@ -174,7 +176,7 @@ def dequantized_pages_kernel(
     i_first = tl.minimum(i_base + i_s * per_page, n_blocks)
     i_end = tl.minimum(i_first + per_page, n_blocks)
     if i_first >= i_end:
-        tl.store(out_top + i_row + o_m, tl.full([SHAPE.BM], float("-inf"), tl.float32), mask=m_m)
+        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
         return
 
     FIELDS_K: tl.constexpr = 16 // KEYS.BITS if KEYS.BITS < 8 else 1
@@ -185,9 +187,9 @@ def dequantized_pages_kernel(
     o_past = last_past(i_length, o_m, SHAPE.Q, o_last, SHAPE.WINDOW)
     i_start = mask_start(i_start, i_length, (mask, o_m, s_m[3], L), SHAPE.MASK, SHAPE.WINDOW)
     o_t = tl.arange(0, BT)
-    b_acc = tl.zeros([SHAPE.BM, FIELDS_V * VALUES.BE], tl.float32)
-    b_top = tl.full([SHAPE.BM], float("-inf"), tl.float32)
-    b_sum = tl.zeros([SHAPE.BM], tl.float32)
+    b_acc = tl.zeros([BM, FIELDS_V * VALUES.BE], tl.float32)
+    b_top = tl.full([BM], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BM], tl.float32)
 
     # Pages that both sides have sealed: no branch in the loop, so its loads can run ahead.
     i_both = tl.maximum(i_first, tl.minimum(i_end, tl.minimum(n_k, n_v) // G * CHUNKS))
@@ -241,8 +243,10 @@ def dequantized_windows_kernel(
     i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_b, i_h = i_bh // SHAPE.H, i_bh % SHAPE.H
     i_wh = window_head(row.rows, i_bh, i_b, i_h, SHAPE.H)
+    # `tl.zeros` is a kernel function itself, which takes constants but no plain numbers.
+    BM: tl.constexpr = SHAPE.BM
     ROWS: tl.constexpr = SHAPE.SHARE * SHAPE.Q
-    o_m = i_m * SHAPE.BM + tl.arange(0, SHAPE.BM)
+    o_m = i_m * BM + tl.arange(0, BM)
     m_m = o_m < ROWS
     i_row = (i_bh * SPLITS + FIRST + i_s) * ROWS
 
@@ -264,7 +268,7 @@ def dequantized_windows_kernel(
     i_first = tl.minimum(i_s * per_split, n_blocks)
     i_end = tl.minimum(i_first + per_split, n_blocks)
     if i_first >= i_end:
-        tl.store(out_top + i_row + o_m, tl.full([SHAPE.BM], float("-inf"), tl.float32), mask=m_m)
+        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
         return
 
     o_k = tl.arange(0, BDK)
@@ -274,9 +278,9 @@ def dequantized_windows_kernel(
     b_q, o_last, p_mask = load_queries(q, mask, s_q, s_m, i_b, i_h, i_length, o_m, m_m, o_k, m_k, SHAPE)
     o_past = last_past(i_length, o_m, SHAPE.Q, o_last, SHAPE.WINDOW)
     i_start = mask_start(i_start, i_length, (mask, o_m, s_m[3], L), SHAPE.MASK, SHAPE.WINDOW)
-    b_acc = tl.zeros([SHAPE.BM, BDV], tl.float32)
-    b_top = tl.full([SHAPE.BM], float("-inf"), tl.float32)
-    b_sum = tl.zeros([SHAPE.BM], tl.float32)
+    b_acc = tl.zeros([BM, BDV], tl.float32)
+    b_top = tl.full([BM], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BM], tl.float32)
     for i_block in range(i_first, i_end):
         o_u = i_block * BT + tl.arange(0, BT)
         m_t = o_u < n_window
