@@ -32,8 +32,8 @@ Forward = Callable[..., Any]
 
 
 def fusion_enabled() -> bool:
-    """True unless the variable HFKVQ_FUSION is 0. Raises ValueError for anything but 1 and 0."""
-    given = os.environ.get("HFKVQ_FUSION", "1").strip().lower()
+    """True if the variable HFKVQ_FUSION is 1. Raises ValueError for anything but 1 and 0."""
+    given = os.environ.get("HFKVQ_FUSION", "0").strip().lower()
     if given not in ("0", "1", "false", "true", "off", "on"):
         raise ValueError(f"HFKVQ_FUSION: got {given!r}, allowed 1 (modules of captured steps are fused) or 0.")
     return given in ("1", "true", "on")

@@ -19,6 +19,7 @@ def cpu(monkeypatch, taped):  # noqa: F811
     """Steps on the CPU are replayed from tapes, and their modules fused."""
     monkeypatch.setattr(fused_modules, "DEVICES", {"cuda", "cpu"})
     monkeypatch.setattr("hfkvq.caches.step_graphs.DEVICES", {"cuda", "cpu"})
+    monkeypatch.setenv("HFKVQ_FUSION", "1")
     return taped
 
 
