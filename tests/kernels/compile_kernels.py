@@ -38,6 +38,7 @@ from evals.other_kernels import split_kv
 from hfkvq import kernels
 from hfkvq.caches.schemes.base import Layout, Scheme, SideLayout
 from hfkvq.caches.store import SIDES, KVStore
+from hfkvq.kernels import fused
 from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import run_count
@@ -469,6 +470,12 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
     for dtype, dim in ((BF16, 128), (F16, 80)):
         with case(f"smooth, heads of {dim}, {dtype}"):
             kernels.smooth(*(torch.zeros(2, heads, 3, dim, dtype=dtype) for heads in (8, 2)), torch.zeros(3, 2, dim))
+        with case(f"around attention, heads of {dim}, {dtype}"):
+            q, k = (torch.zeros(2, heads, 1, dim, dtype=dtype) for heads in (8, 2))
+            fused.rotary(q, k, *torch.zeros(2, 2, 1, dim, dtype=dtype))
+            for form in range(3):
+                fused.rms_norm(q, torch.zeros(dim, dtype=dtype), 1e-6, form)
+                fused.activated_product(q, q, form)
     for dtype, dim, tokens in ((BF16, 128, 1024), (F16, 80, 1000)):
         with case(f"split_kv, heads of {dim}, {dtype}"):
             query, keys = torch.zeros(2, 8, 1, dim, dtype=dtype), torch.zeros(2, 2, tokens, dim, dtype=dtype)
