@@ -119,7 +119,7 @@ def append_constants(
         # Elements a step of the loop holds: enough for 16 bytes a thread, and no more than the tokens of the call.
         rows = power(min(tokens * heads * dim, 8192) // block)
         found[name] = AppendShape(dim, block, rotate, rows, cdiv(tokens * heads * dim, rows * block))
-        # Those of keys come last.
+        # Strides of keys come last.
         found["num_warps"] = max(1, min(8, power(rows * block // 256)))
     return found
 
