@@ -491,7 +491,7 @@ def test_a_scheme_of_one_file_is_in_every_list(restored):
 
     for found in (choose_schemes(), parse_schemes([]), default_formats(), base.listed("fit")):
         assert "new" in list(found)
-    assert list(choose_schemes())[:3] == ["full", "new", "new-wide"]
+    assert list(choose_schemes())[:2] == ["new", "new-wide"]
     assert list_schemes()["new-wide"] == get_scheme("new", bits=4) == New(bits=4)
     assert "| `new-wide` | The same, wide. | 5.00 |" in schemes_markdown()
     assert describe("new", New())["lists"] == list(base.LISTS)

@@ -53,7 +53,6 @@ def test_slice(monkeypatch, which):
         chosen = {name: chosen[name] for name in QUICK}
     monkeypatch.setattr(accuracy, "_schemes", lambda options: chosen)
     # Only clocks need that.
-    monkeypatch.setattr("hfkvq.measure.demo.run._warm_up", lambda *_: None)
     measured = accuracy.measure_slice(plain=which == "all")
     assert {BASELINE, *schemes} >= recorded.keys()
     assert measured.keys() == {BASELINE, *chosen}
