@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -29,14 +28,6 @@ DEVICES = {"cuda"}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 Forward = Callable[..., Any]
-
-
-def fusion_enabled() -> bool:
-    """True if the variable HFKVQ_FUSION is 1. Raises ValueError for anything but 1 and 0."""
-    given = os.environ.get("HFKVQ_FUSION", "0").strip().lower()
-    if given not in ("0", "1", "false", "true", "off", "on"):
-        raise ValueError(f"HFKVQ_FUSION: got {given!r}, allowed 1 (modules of captured steps are fused) or 0.")
-    return given in ("1", "true", "on")
 
 
 class Fusion:
@@ -176,7 +167,7 @@ def _is_norm(module: nn.Module) -> bool:
     own = list(module.named_parameters(recurse=False))
     if len(own) != 1 or next(module.children(), None) is not None or type(module).__module__.startswith("torch."):
         return False
-    (name, weight) = own[0]
+    name, weight = own[0]
     return name == "weight" and weight.dim() == 1 and _is_dense(weight)
 
 

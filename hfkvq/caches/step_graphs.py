@@ -12,7 +12,6 @@ last cache of its kind has left; every other cache makes its own.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,11 +24,11 @@ from torch.nn.modules import module as torch_module
 from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.step import MAX_STEP, Ahead, Allocation, buffer_bytes, copied_runs
 
-from .base import warn_once
+from .base import read_switch, warn_once
 from .base.capture import RECORDERS
 from .base.model_calls import CACHE_NAMES, CallInterceptor, forward_parameters, inside_call, with_cache
 from .base.recorded import recording
-from .fused_modules import DEVICES, Fusion, fusion_enabled
+from .fused_modules import DEVICES, Fusion
 from .layer_state.base import ROLLBACK
 from .layer_state.group import DeviceSync
 from .layers.recurrent import StatePlaces
@@ -259,10 +258,7 @@ _LOCK = threading.RLock()
 def graphs_enabled(graphs: bool | None) -> bool:
     """True if steps are to be captured: as the argument says, or else the variable HFKVQ_GRAPHS, which is 1 or 0."""
     if graphs is None:
-        given = os.environ.get("HFKVQ_GRAPHS", "1").strip().lower()
-        if given not in ("0", "1", "false", "true", "off", "on"):
-            raise ValueError(f"HFKVQ_GRAPHS: got {given!r}, allowed 1 (steps are captured) or 0.")
-        return given in ("1", "true", "on")
+        return read_switch("HFKVQ_GRAPHS", True, "steps are captured")
     if not isinstance(graphs, bool):
         raise ValueError(f"graphs: got {graphs!r}, allowed True, False, or None, which asks HFKVQ_GRAPHS.")
     return graphs
@@ -316,6 +312,7 @@ class StepGraphs:
     """
 
     def __init__(self, cache: CapturableCache, preset: Any, sync: DeviceSync) -> None:
+        self._fuses = read_switch("HFKVQ_FUSION", False, "modules of captured steps are fused")
         self.sync = sync
         sync.captured = True
         # Reason of the last capture that failed.
@@ -495,8 +492,8 @@ class StepGraphs:
     def _fused(
         self, model: Any, interceptor: CallInterceptor, step: Step, compares: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """The modules around attention, fused while a step of one token a row is recorded."""
-        if step.tokens > 1 or self.sync.first.layer.device.type not in DEVICES or not fusion_enabled():
+        """The modules around attention, fused while a step of one token a row is recorded, if they are to be."""
+        if step.tokens > 1 or self.sync.first.layer.device.type not in DEVICES or not self._fuses:
             return contextlib.nullcontext()
         if interceptor.fusion is None:
             interceptor.fusion = Fusion()

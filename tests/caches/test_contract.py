@@ -155,7 +155,7 @@ def test_prompt_attends_to_itself_unquantized(scheme):
     assert_close(out[None], attention(queries, keys, values, None, DIM**-0.5))
 
 
-# Of every scheme, `test_chunks_do_not_matter`.
+# Prompts of every scheme are cut in `test_chunks_do_not_matter`; here one of each family is enough.
 @on_every_case_of_families
 def test_prompts_of_every_length(scheme):
     """Lengths 1, S, S+G-1, S+G and several pages; each continues over a border, as if it had been decoded."""
@@ -509,7 +509,7 @@ def test_saved_cache_goes_on(name, road, tmp_path):
             loaded = MixedKVCache.load(tmp_path / "cache", model)
             assert torch.equal(loaded.saved_ids, ids[:, :50])
         else:
-            # As `torch.save` does.
+            # Pickling is how `torch.save` writes it.
             loaded = pickle.loads(pickle.dumps(cache))
         assert loaded.get_seq_length() == 50
         assert loaded.scheme == cache.scheme

@@ -112,7 +112,7 @@ def test_fixed_capacity(model, name, made):
 
 @pytest.mark.parametrize("name", CAPTURED)
 def test_compiled_steps(model, name):
-    """Of PyTorch's own CUDA graphs: one graph, and the tokens of eager steps."""
+    """PyTorch's own CUDA graphs: one is made, and tokens are those of eager steps."""
     torch._dynamo.reset()
     counters.clear()
     caches = [MixedKVCache(model, scheme_of(name), max_cache_len=PROMPT + 308) for _ in range(2)]
@@ -126,7 +126,7 @@ def test_compiled_steps(model, name):
 
 @pytest.mark.parametrize("name", ["kitty-pro", "saw-int4", "arkv"])
 def test_generate_compiles(model, name):
-    """By inductor on its own, prompts in chunks too; rounding differs, so tokens are not compared."""
+    """Inductor compiles steps and chunks of prompts; its rounding differs, so tokens are not compared."""
     torch._dynamo.reset()
     cache = MixedKVCache(model, scheme_of(name), max_cache_len=800)
     for chunk in (None, 256):

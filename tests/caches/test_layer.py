@@ -429,7 +429,7 @@ def fill_layers(cache, count=5):
 
 
 def same(x, expected):
-    """What a handle shows, without a copy that a method of it would leave behind."""
+    """True if a handle shows these values; its methods would leave a copy behind."""
     return torch.equal(x.materialize(), expected)
 
 

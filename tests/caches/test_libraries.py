@@ -13,6 +13,7 @@ from torch.torch_version import TorchVersion
 from transformers import DynamicCache
 
 from hfkvq import MixedKVCache
+from hfkvq.caches.base import config_switch, warn_once
 from hfkvq.caches.base.model_calls import with_cache
 from hfkvq.caches.base.model_config import _cached_attention
 from tests.caches.models import build, prompt
@@ -143,7 +144,7 @@ class Before:
 
 
 class Now:
-    """As of Transformers 5.24."""
+    """Attention of Transformers 5.24, which names its cache anew."""
 
     def forward(self, hidden_states, cache=None):
         return cache.update(hidden_states, hidden_states, 0)
@@ -217,8 +218,25 @@ def test_copies_of_a_model_are_the_users_own(family, attention):
     assert cache.attached
 
 
-def test_attention_weights_are_given_or_refused(caplog):
+def test_a_plain_name_where_dynamo_wants_one(monkeypatch):
+    """Before PyTorch 2.13; a copy of the model attends as the model does."""
+    monkeypatch.setattr(config_switch, "_SUBCLASSES_COMPILE", False)
+    model, plain = build("llama"), build("llama")
+    cache = MixedKVCache(model, "full")
+    with torch.no_grad():
+        model(prompt(1, 30), past_key_values=cache)
+        assert type(model.config._attn_implementation) is str
+        copied = copy.deepcopy(model)
+        torch.testing.assert_close(copied(prompt(1, 30)).logits, plain(prompt(1, 30)).logits)
+    del cache
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("subclass", [True, False], ids=["subclass of str", "plain name"])
+def test_attention_weights_are_given_or_refused(subclass, caplog, monkeypatch):
     """Transformers' own sdpa warns, too, and gives none."""
+    monkeypatch.setattr(config_switch, "_SUBCLASSES_COMPILE", subclass)
+    warn_once.cache_clear()
     asked = {"output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 3, "do_sample": False}
     eager, ids = build("llama", attention="eager"), prompt(1, 30)
     expected = eager.generate(ids, past_key_values=DynamicCache(config=eager.config), **asked).attentions

@@ -152,7 +152,10 @@ def test_cross_attention_without_images(mode):
     if "assistant_model" in mode:
         mode = {"assistant_model": build("llama", vocab_size=BASE["vocab_size"])}
     start = prompt(1, 6).repeat(1, 4)
-    expected = model.generate(start, **NEW, **mode)
+    try:
+        expected = model.generate(start, **NEW, **mode)
+    except TypeError:
+        pytest.skip("this release of Transformers cannot do it with its own cache either")
     assert torch.equal(model.generate(start, past_key_values=MixedKVCache(model, "full"), **NEW, **mode), expected)
 
 

@@ -212,7 +212,7 @@ def test_operations_after_compiled_steps(stale):
         go_on(case, {"repeat": 4, "select": 1}.get(operation, 2))
 
 
-# What cannot be compiled.
+# Caches that refuse to be compiled.
 
 
 def test_what_the_host_has_to_know_is_not_compiled():

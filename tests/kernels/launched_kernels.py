@@ -136,7 +136,7 @@ def launched() -> dict[str, dict[str, list[Any]]]:
 
 
 def names(backward: bool = False) -> dict[str, str]:
-    """What Triton names every function of ours by, where callees are asked for before what calls them, or after."""
+    """Cache keys of all our functions, by name; with ``backward`` callers are asked before their callees."""
     found = {}
     for module in pkgutil.walk_packages(launchers.__path__, f"{launchers.__name__}."):
         for x in vars(importlib.import_module(module.name)).values():

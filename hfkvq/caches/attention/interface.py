@@ -37,7 +37,7 @@ from hfkvq.kernels.masks import step_mask
 from hfkvq.kernels.step import MAX_STEP, step
 
 from ..base import warn_once
-from ..base.config_switch import NAME
+from ..base.config_switch import NAME, implementation_before
 from ..base.model_config import TOUCHES_KEYS
 from ..base.recorded import is_captured, is_recorded
 from ..layer_state.base import LayerBase
@@ -383,8 +383,7 @@ def _causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
 def _refuse_weights(module: torch.nn.Module) -> None:
     """Tells a user who asks for attention weights that pages give none, by an error where the model would give them."""
     remedy = "with attn_implementation='eager' and a cache made with attach=False, the model's own attention gives them"
-    # Caches note in a switched config what was there before.
-    if getattr(module.config._attn_implementation_internal, "before", None) == "eager":  # type: ignore[union-attr]
+    if implementation_before(module.config) == "eager":
         raise ValueError(
             f"output_attentions: got True, but attention over compressed pages gives no weights; {remedy}. Call "
             "reset() before this cache is used again."

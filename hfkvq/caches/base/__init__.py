@@ -1,9 +1,10 @@
-"""Ground of the caches: warnings that are said once, and tensors that outlive inference mode."""
+"""Ground of the caches: warnings that are said once, switches, and tensors that outlive inference mode."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -21,6 +22,23 @@ R = TypeVar("R")
 def warn_once(what: str) -> None:
     """Logs a warning, the first time."""
     logger.warning(what)
+
+
+def read_switch(variable: str, default: bool, meaning: str) -> bool:
+    """An environment variable that is 1 or 0.
+
+    Args:
+        variable: its name.
+        default: where it is not set.
+        meaning: of 1, for the error.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    given = os.environ.get(variable, str(int(default))).strip().lower()
+    if given not in ("0", "1", "false", "true", "off", "on"):
+        raise ValueError(f"{variable}: got {given!r}, allowed 1 ({meaning}) or 0.")
+    return given in ("1", "true", "on")
 
 
 def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:

@@ -68,6 +68,12 @@ def switch(config: Any, cache: Any) -> None:
     add_cache(config, cache)
 
 
+def implementation_before(config: Any) -> str | None:
+    """Attention implementation that a switched config had; None for a config that is not switched."""
+    held = _SWITCHED.get(id(config))
+    return _LENT.get(id(config), None if held is None else held.before)
+
+
 @contextlib.contextmanager
 def temporarily_switched(config: Any) -> Iterator[None]:
     """Within it a config is switched, and afterwards as it was, unless a cache of another thread has switched it."""
