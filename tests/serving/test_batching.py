@@ -29,14 +29,20 @@ SCHEMES = ["saw-int4", "saw-int4-kv", "int4", "full"]
 NEW = 12
 
 
-@pytest.fixture(scope="module")
-def model():
+def llama(hidden, layers, heads, head_dim, positions):
+    """A model with random weights, the same for the same numbers."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, eos_token_id=None, pad_token_id=0,
+        vocab_size=256, hidden_size=hidden, intermediate_size=hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=head_dim,
+        max_position_embeddings=positions, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama(128, 2, 4, 64, 1024)
 
 
 def prompts(*lengths, seed=1):
@@ -145,12 +151,7 @@ def test_a_first_batch_waits_until_inputs_are_cleared(model):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_graphs_of_the_engine(scheme):
     """Steps recorded by the engine, without its graphs, among prompts, and of plain `generate`: alike in bf16."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=512, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=128, max_position_embeddings=4096, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    own = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    own = llama(512, 2, 4, 128, 4096).to("cuda", torch.bfloat16)
     inputs = prompts(300, 20, 130, 1000, 1)
     found = []
     with serving.enable(own, scheme):

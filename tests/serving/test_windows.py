@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.kernels import use_interpreter
@@ -12,7 +11,7 @@ from hfkvq.kernels import use_interpreter
 serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
 
 # Behind the line above: a module that was skipped before cannot be imported from.
-from tests.serving.test_batching import generation, model, prompts, settings  # noqa: E402
+from tests.serving.test_batching import generation, llama, model, prompts, settings  # noqa: E402
 
 __all__ = ["model"]
 
@@ -263,12 +262,7 @@ def test_windows_take_their_bytes_from_the_blocks(model, caplog):
 @pytest.mark.parametrize("name", ["kitty-pro", "best-2.5", "best-3.4", "best-4.3", "kivi-2", "kvarn", "mixkvq"])
 def test_graphs_of_the_engine(name):
     """Steps recorded by the engine, without its graphs, among prompts, and of plain `generate`: alike in bf16."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=512, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=128, max_position_embeddings=4096, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    own = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    own = llama(512, 4, 4, 128, 4096).to("cuda", torch.bfloat16)
     inputs, new = prompts(300, 20, 130, 1000, 1), 300
     found = [
         serve(own, name, inputs, new, num_blocks=64, max_batch_tokens=4096, **given)
@@ -293,12 +287,7 @@ def test_graphs_of_the_engine(name):
 @pytest.mark.parametrize("name", ["kitty-pro", "best-3.4", "kvarn"])
 def test_steps_on_a_gpu_ask_the_host_nothing(name, monkeypatch):
     """Steps of tokens alone, without a graph: nothing waits for the device."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=128, max_position_embeddings=2048, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    own = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    own = llama(256, 2, 2, 128, 2048).to("cuda", torch.bfloat16)
     real, seen = serving.windows.WindowedPages.attend, []
 
     def watched(pages, *args):
