@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from hfkvq.kernels import PageFormat, RunView, StoreFormat, append, decode_attention, due, seal, use_interpreter
+from hfkvq.kernels import PageFormat, RunView, StoreFormat, append, decode_attention, due, fused, seal, use_interpreter
 from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.decode import LENGTH, RUNS
 from hfkvq.kernels.dispatch import _enabled, reference
@@ -169,6 +169,9 @@ class Noted(Launch):
         # The first of several that begin at one place.
         place = {x.data_ptr(): at for at, x in reversed(list(enumerate(tensors)))}
         kinds = each(own, lambda x: (x.dtype, x.data_ptr() % 16 == 0))
+        # A launch looks its variant up by alignment alone: each is for tensors of one kind.
+        dtypes = each(own, lambda x: x.dtype)
+        assert vars(self).setdefault("dtypes", dtypes) == dtypes, "a launch is kept for tensors of other dtypes"
         written = {name: repr(value) for name, value in self.constants.items()}
         places = each(own, lambda x: place.get(x.data_ptr()))
         self.ran.append(Ran(self.name, self.grid, kinds, places, repr(self.numbers), written))
@@ -364,6 +367,21 @@ def call_merge(batch, splits, share, queries, dim, sinks, rotate, dependent, dty
     launch(part, top, total, *([] if own is None else [own]), out)
 
 
+def call_norm(batch, dim, form, dtype, shift=0):
+    fused.rms_norm(blank(batch, 1, dim, dtype=dtype, shift=shift), blank(dim, dtype=dtype, shift=shift), 1e-6, form)
+
+
+def call_product(batch, dim, activation, dtype, joined, shift=0):
+    both = blank(batch, 1, 2 * dim, dtype=dtype, shift=shift).chunk(2, dim=-1)
+    fused.activated_product(*(both if joined else [x.contiguous() for x in both]), activation)
+
+
+def call_rotary(batch, heads, tokens, dim, angles, dtype, shift=0):
+    q, k = (blank(batch, tokens, each, dim, dtype=dtype, shift=shift).transpose(1, 2) for each in (4, heads))
+    cos, sin = (blank((angles and batch) or 1, tokens, dim, dtype=dtype, shift=shift) for _ in range(2))
+    fused.rotary(q, k, cos, sin)
+
+
 NEW: dict[str, tuple[Any, ...]] = {
     "batch": (2, 1),
     "heads": (2, 1),
@@ -511,6 +529,25 @@ CALLS: dict[str, tuple[Any, dict[str, tuple[Any, ...]]]] = {
     "decode with runs": (call_decode, usually(DECODED, form="2c32p32/2t32p32|4c32p32/4t32p32, 64, 64", blocks=9)),
     # Not in the kernel, which then gets queries of f32.
     "decode rotated": (call_decode, usually(DECODED, form="8t96p32/8t96p32, 96, 96", rotate=(32, 0))),
+    "norm": (
+        call_norm,
+        {"batch": (2, 1), "dim": (64, 80), "form": (0, 1, 2), "dtype": (F16, F32)},
+    ),
+    "product": (
+        call_product,
+        {"batch": (2, 1), "dim": (64, 80), "activation": (0, 1, 2), "dtype": (F16, F32), "joined": (True, False)},
+    ),
+    "rotary": (
+        call_rotary,
+        {
+            "batch": (2, 1),
+            "heads": (2, 1),
+            "tokens": (1, 3),
+            "dim": (32, 64),
+            "angles": (True, False),
+            "dtype": (F16, F32),
+        },
+    ),
     "merge": (
         call_merge,
         {

@@ -105,12 +105,12 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, form: int) -> Tensor:
     given = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows := x.numel() // dim:
-        _norm_launch(rows, dim, eps, form, x.device)(given, weight, out)
+        _norm_launch(rows, dim, eps, form, x.dtype, x.device)(given, weight, out)
     return out
 
 
 @lru_cache(maxsize=1024)
-def _norm_launch(rows: int, dim: int, eps: float, form: int, device: torch.device) -> Launch:
+def _norm_launch(rows: int, dim: int, eps: float, form: int, dtype: torch.dtype, device: torch.device) -> Launch:
     constants = {"D": dim, "BD": power(dim), "FORM": form, "num_warps": max(1, min(16, power(dim) // 512))}
     return Launch(rms_norm_kernel, (rows,), {"eps": eps}, constants | {"enable_fp_fusion": False}, device)
 
@@ -124,12 +124,15 @@ def activated_product_triton(gate: Tensor, up: Tensor, activation: int) -> Tenso
     gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
     out = torch.empty(whole, dtype=gate.dtype, device=gate.device)
     if out.numel():
-        _product_launch(gate.shape, (gate.stride(0), up.stride(0)), activation, gate.device)(gate, up, out)
+        strides = gate.stride(0), up.stride(0)
+        _product_launch(gate.shape, strides, activation, gate.dtype, gate.device)(gate, up, out)
     return out
 
 
 @lru_cache(maxsize=1024)
-def _product_launch(shape: tuple[int, ...], strides: tuple[int, int], activation: int, device: torch.device) -> Launch:
+def _product_launch(
+    shape: tuple[int, ...], strides: tuple[int, int], activation: int, dtype: torch.dtype, device: torch.device
+) -> Launch:
     rows, width = shape
     numbers = {"s_gate": strides[0], "s_up": strides[1], "N": width}
     constants = {"BN": 512, "ACTIVATION": activation, "enable_fp_fusion": False, "num_warps": 4}
@@ -145,7 +148,8 @@ def rotary_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
     out_q, out_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if math.prod(q.shape):
         angle = 0 if cos.shape[0] == 1 else cos.stride(0)
-        _rotary_launch(q.shape, q.stride(), k.shape[1], k.stride(), angle, q.device)(q, k, cos, sin, out_q, out_k)
+        launch = _rotary_launch(q.shape, q.stride(), k.shape[1], k.stride(), angle, q.dtype, q.device)
+        launch(q, k, cos, sin, out_q, out_k)
     return out_q, out_k
 
 
@@ -156,6 +160,7 @@ def _rotary_launch(
     heads: int,
     key_stride: tuple[int, ...],
     angle: int,
+    dtype: torch.dtype,
     device: torch.device,
 ) -> Launch:
     batch, query_heads, tokens, dim = queries
