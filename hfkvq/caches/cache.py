@@ -24,11 +24,9 @@ from .base.capture import RECORDERS
 from .base.config_switch import NAME, add_cache, restore, switch
 from .base.model_calls import CallInterceptor, intercept, is_inside_call, with_cache
 from .base.model_config import head_dim_of, stock_layers, text_config
-from .base.recorded import is_captured, is_recorded
-from .cache_file import read_file, write_file
+from .base.recorded import DeviceSync, is_captured, is_recorded, uneven
+from .cache_file import below, packed_layer, read_file, unpack_layer, write_file
 from .compile import compile_kernels
-from .layer_state.base import uneven
-from .layer_state.group import DeviceSync
 from .layer_state.smoothing import layers_that_mix, measure, warn_of_noise
 from .layer_state.update import as_stored
 from .layers import transactions
@@ -36,7 +34,6 @@ from .layers.build import build_layers, is_attachable, seen_by
 from .layers.handle import dense_of
 from .layers.layer import KVLayer
 from .layers.memory import MemoryReport, described, memory_of
-from .layers.packing import below, packed_layer, unpack_layer
 from .layers.recurrent import RecurrentLayer, StatePlaces
 from .schemes.base import Scheme
 from .schemes.eviction import EvictionScheme, warn_of_loss
@@ -286,7 +283,6 @@ class MixedKVCache(Cache):
         return memory_of(self._parts, int(self.get_seq_length()))
 
     def __repr__(self) -> str:
-        """Scheme, tokens and memory in one line."""
         return described(self)
 
     # Tokens come.

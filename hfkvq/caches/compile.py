@@ -31,7 +31,6 @@ class LayerShape(NamedTuple):
     """Tokens that layers of one kind attend to.
 
     Attributes:
-        heads: query heads.
         kv_heads: KV heads; one, where the layers hold latents.
         head_dim: channels of keys and values, or of latents.
         window: tokens that a query sees; 0 for all.
@@ -77,7 +76,6 @@ def layer_plan(scheme: Scheme, shape: LayerShape, dtype: torch.dtype, several: b
     Args:
         scheme: of the layer; a window may take 16-bit pages instead, see
         `hfkvq.caches.layers.build.scheme_for_window`. shape: of the layer.
-        dtype: of the model.
         several: whether steps may have several tokens, which may be taken back.
 
     Raises:
@@ -107,8 +105,6 @@ def layers_of(
     Args:
         schemes: of layers, see `Scheme.in_layer`.
         shapes: the kinds of layers of a model.
-        dtype: of the model.
-        several: whether steps may have several tokens, which may be taken back.
 
     Raises:
         ValueError: a scheme cannot hold heads of this dimension.
@@ -150,7 +146,6 @@ def compile_kernels(config: PreTrainedConfig, layers: Sequence[KVLayer], keys: t
     """Compiles what a cache on a GPU will launch, before its first layer does; once in a process for caches alike.
 
     Args:
-        config: of the decoder.
         layers: of the cache that hold pages.
         keys: (B, H, t, D) of the first layer: its heads are those of this process, where several share a model.
     """

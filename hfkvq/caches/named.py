@@ -6,20 +6,13 @@ types them: ``MixedKVCache(model, schemes.Kitty(boost_ratio=0.2))`` is ``KittyCa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from .cache import MixedKVCache
-from .schemes.base import get_scheme
-from .schemes.preset import Preset
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 import contextlib
 import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,13 +21,17 @@ from transformers.cache_utils import Cache, DynamicCache
 from .base.capture import RECORDERS
 from .base.model_calls import CACHE_NAMES, intercept
 from .base.recorded import is_recorded
+from .cache import MixedKVCache
 from .layer_state.tags import TokenRecord
 from .layers.transactions import Beside
-from .schemes.base import Scheme
-from .schemes.preset import get_preset
+from .schemes.base import Scheme, get_scheme
+from .schemes.preset import Preset, get_preset
 from .store.packing import Packed
 from .tags import ImageTokens, Tagger
 from .tags.bit_table import BitTable
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class NamedCache(MixedKVCache):
@@ -55,7 +52,6 @@ class NamedCache(MixedKVCache):
 
     @classmethod
     def of_preset(cls, model_or_config: Any, preset: Preset, **options: Any) -> Self:
-        """See `MixedKVCache.of_preset`."""
         own, knobs = get_scheme(cls.preset_name), preset.scheme.to_dict()
         if knobs.pop("scheme") != own.name:
             raise ValueError(f"it is of the scheme {preset.scheme.name}, and {cls.__name__} of {own.name}")
@@ -363,7 +359,6 @@ class TriAxialCache(NamedCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """See `MixedKVCache.update`."""
         if is_recorded():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if not self._warned and not self.tokens.length and key_states.shape[2] > 1:

@@ -58,12 +58,9 @@ class Pieces:
     """Full pages of a run: a piece is as many of every layer as take the same number of tokens.
 
     Attributes:
-        count: of pieces.
         layout: what a piece is made of, as JSON.
-        nbytes: of a piece.
 
     Args:
-        count: of pieces.
         parts: of a piece, the widest elements first, so that all are aligned.
         tensors: of each layer, by name; pages of all pieces, and maybe others behind.
     """
@@ -108,10 +105,6 @@ class Pieces:
 def cut_pages(cache: MixedKVCache, tensors: Mapping[str, Tensor]) -> tuple[list[Pieces], Tensors]:
     """Full pages, and everything else.
 
-    Args:
-        cache: of one row.
-        tensors: what it has packed.
-
     Returns:
         Pieces of each run, and the rest: views. `join_pages` is the inverse.
     """
@@ -146,11 +139,8 @@ def join_pages(counts: Sequence[int], read: Read, rest: Mapping[str, Tensor], de
     """The tensors of a packed cache from what `cut_pages` returned.
 
     Args:
-        counts: pieces of each run.
         read: gives layout and tensors of a piece, on the CPU, by its number among those of all runs; called by several
             threads.
-        rest: everything else.
-        device: of all tensors.
 
     Raises:
         ValueError: the pieces are no such.
@@ -364,7 +354,7 @@ class PrefixMatch(NamedTuple):
 
     Attributes:
         cache: holds the first tokens of the prompt; the caller's own.
-        tokens: how many.
+        tokens: how many it holds.
     """
 
     cache: MixedKVCache
@@ -558,7 +548,6 @@ class PrefixStore:
         return files.total_bytes(self.path)
 
     def __repr__(self) -> str:
-        """Folder, scheme and size."""
         return f"PrefixStore({str(self.path)!r}, {self.preset.scheme.name}, {self.nbytes} of {self.max_bytes} bytes)"
 
     def _fresh(self) -> MixedKVCache:

@@ -27,10 +27,9 @@ from hfkvq.kernels.step import MAX_STEP, Ahead, Allocation, buffer_bytes, copied
 from .base import read_switch, warn_once
 from .base.capture import RECORDERS
 from .base.model_calls import CACHE_NAMES, CallInterceptor, forward_parameters, inside_call, with_cache
-from .base.recorded import recording
+from .base.recorded import DeviceSync, recording
 from .fused_modules import DEVICES, Fusion
 from .layer_state.base import ROLLBACK
-from .layer_state.group import DeviceSync
 from .layers.recurrent import StatePlaces
 from .steps.step_buffer import StepBuffer
 from .store import KVStore
@@ -64,14 +63,10 @@ class BufferSet:
     """Buffers of all layers of a cache, and the steps that were captured over them.
 
     Args:
-        buffers: of the layers.
         states: recurrent ones, of all layers: tensors that steps write into.
 
     Attributes:
         allocations: of the layers, in their order.
-        states: see there.
-        room: most logical columns.
-        recordings: captured steps.
         runs: how often each step has run in Python, or failed to be captured.
         last: thread and stream of the last step.
     """
@@ -107,7 +102,6 @@ class BufferSet:
 
         Args:
             mask: (B, L).
-            store: of the first layer.
             edition: of the first layer, by which what was found before is good.
         """
         known, kind = self._visible, (edition, mask.device)
@@ -169,32 +163,92 @@ class SpareBuffers:
 _SPARE: weakref.WeakValueDictionary[tuple[int, str], SpareBuffers] = weakref.WeakValueDictionary()
 
 
-class Placement:
-    """Buffers for the layers of one cache.
+def _where(device: torch.device) -> tuple[int, int]:
+    """The current thread and stream: buffers pass from one cache to another only within them."""
+    return threading.get_ident(), torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+TRIES = 2
+"""Captures of a step that may fail before it stays in Python: the first may fail for what it finds unprepared."""
+
+_KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+"""Arguments that say of each token whether it is text or of an image."""
+
+# One thread at a time: graphs share the memory of what they compute in between.
+_LOCK = threading.RLock()
+
+
+def graphs_enabled(graphs: bool | None) -> bool:
+    """True if steps are to be captured: as the argument says, or else the variable HFKVQ_GRAPHS, which is 1 or 0."""
+    if graphs is None:
+        return read_switch("HFKVQ_GRAPHS", True, "steps are captured")
+    if not isinstance(graphs, bool):
+        raise ValueError(f"graphs: got {graphs!r}, allowed True, False, or None, which asks HFKVQ_GRAPHS.")
+    return graphs
+
+
+class CapturableCache(Protocol):
+    """A `MixedKVCache`, as its graphs see it."""
+
+    config: Any
+
+    @property
+    def attached(self) -> bool: ...
+
+    @property
+    def states(self) -> StatePlaces: ...
+
+    def note_step(self, input_ids: Tensor | None) -> None: ...
+    def level_pages(self, seen: int | None = None) -> None: ...
+
+
+class Step(NamedTuple):
+    """A call of a model that may be replayed.
+
+    Attributes:
+        tokens: new tokens of each row.
+        tensors: arguments by name, the mask aside.
+        mask: (B, L) or None.
+    """
+
+    tokens: int
+    tensors: dict[str, Tensor]
+    mask: Tensor | None
+    rest: dict[str, Any]
+
+
+class StepGraphs:
+    """The graphs of one cache, and the buffers of its layers.
 
     Args:
-        sync: of the layers.
+        preset: of the cache, by name and knobs.
+
+    Attributes:
         spare: buffers of caches of the same kind that are gone.
         states: recurrent ones, of the cache.
     """
 
-    def __init__(self, sync: DeviceSync, spare: SpareBuffers, states: StatePlaces) -> None:
-        self.sync, self.spare, self.states = sync, spare, states
+    def __init__(self, cache: CapturableCache, preset: Any, sync: DeviceSync) -> None:
+        self._fuses = read_switch("HFKVQ_FUSION", False, "modules of captured steps are fused")
+        self.sync = sync
+        sync.captured = True
+        # Reason of the last capture that failed.
+        self._why = ""
+        self._failed: dict[Any, str] = {}
+        self._preset = repr(preset)
+        offloaded = [member.layer.offloaded for member in sync.members]
+        self.spare = SpareBuffers.of(cache.config, repr((preset, sync.first.layer.capacity, offloaded)))
+        self.states = cache.states
+        if sync.first.layer.capacity is None:
+            release = weakref.finalize(cache, StepGraphs.release, self)
+            release.atexit = False
+
+    # Buffers of the layers.
 
     @property
     def buffers(self) -> list[StepBuffer]:
         """Stores of the layers, in the model's order."""
         return [steps.buffer for steps in self.sync.members]
-
-    def before_prompt(self, keys: Tensor) -> None:
-        """Lets an empty cache that is about to be filled take over the spare buffers; they are freed otherwise."""
-        found, self.spare.left = self.spare.left, None
-        if found is not None and self.sync.buffers is None and found.suits(keys):
-            for buffer, allocation in zip(self.buffers, found.allocations, strict=True):
-                buffer.take_over(allocation, found.room)
-            # The padding noted is that of the deleted cache.
-            found._visible = None
-            self.sync.buffers = found
 
     def release(self) -> None:
         """Leaves the buffers of a cache that is gone to the next one."""
@@ -239,93 +293,6 @@ class Placement:
         lost = any(buffer.tensor is None for buffer in buffers) or len({buffer.room for buffer in buffers}) > 1
         return None if lost else BufferSet(buffers, self.states.tensors())
 
-
-def _where(device: torch.device) -> tuple[int, int]:
-    """The current thread and stream: buffers pass from one cache to another only within them."""
-    return threading.get_ident(), torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-TRIES = 2
-"""Captures of a step that may fail before it stays in Python: the first may fail for what it finds unprepared."""
-
-_KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
-"""Arguments that say of each token whether it is text or of an image."""
-
-# One thread at a time: graphs share the memory of what they compute in between.
-_LOCK = threading.RLock()
-
-
-def graphs_enabled(graphs: bool | None) -> bool:
-    """True if steps are to be captured: as the argument says, or else the variable HFKVQ_GRAPHS, which is 1 or 0."""
-    if graphs is None:
-        return read_switch("HFKVQ_GRAPHS", True, "steps are captured")
-    if not isinstance(graphs, bool):
-        raise ValueError(f"graphs: got {graphs!r}, allowed True, False, or None, which asks HFKVQ_GRAPHS.")
-    return graphs
-
-
-class CapturableCache(Protocol):
-    """A `MixedKVCache`, as its graphs see it."""
-
-    config: Any
-
-    @property
-    def attached(self) -> bool:
-        """True if attention is "hfkvq"."""
-        ...
-
-    @property
-    def states(self) -> StatePlaces:
-        """Recurrent states of all layers."""
-        ...
-
-    def note_step(self, input_ids: Tensor | None) -> None:
-        """Takes note of the tokens of a step that is about to be replayed."""
-
-    def level_pages(self, seen: int | None = None) -> None:
-        """Takes tokens out again that an interrupted forward has left in some layers."""
-
-
-class Step(NamedTuple):
-    """A call of a model that may be replayed.
-
-    Attributes:
-        tokens: new tokens of each row.
-        tensors: arguments by name, the mask aside.
-        mask: (B, L) or None.
-        rest: other arguments.
-    """
-
-    tokens: int
-    tensors: dict[str, Tensor]
-    mask: Tensor | None
-    rest: dict[str, Any]
-
-
-class StepGraphs:
-    """The graphs of one cache.
-
-    Args:
-        cache: whose steps these are.
-        preset: of the cache, by name and knobs.
-        sync: of its layers.
-    """
-
-    def __init__(self, cache: CapturableCache, preset: Any, sync: DeviceSync) -> None:
-        self._fuses = read_switch("HFKVQ_FUSION", False, "modules of captured steps are fused")
-        self.sync = sync
-        sync.captured = True
-        # Reason of the last capture that failed.
-        self._why = ""
-        self._failed: dict[Any, str] = {}
-        self._preset = repr(preset)
-        offloaded = [member.layer.offloaded for member in sync.members]
-        spare = SpareBuffers.of(cache.config, repr((preset, sync.first.layer.capacity, offloaded)))
-        self.placement = Placement(sync, spare, cache.states)
-        if sync.first.layer.capacity is None:
-            release = weakref.finalize(cache, Placement.release, self.placement)
-            release.atexit = False
-
     # A call of the model.
 
     def call(
@@ -337,7 +304,7 @@ class StepGraphs:
         cache: CapturableCache,
     ) -> Any:
         """The model's call: replayed, captured, or as it is."""
-        self.placement.states.check()
+        self.states.check()
         step = self._read(model, args, kwargs, cache.attached)
         if isinstance(step, str):
             warn_once(f"{type(model).__name__}: steps are not captured, since {step}; they run without graphs.")
@@ -347,10 +314,10 @@ class StepGraphs:
             if done:
                 return out
         with inside_call():
-            if not self.placement.states.layers:
+            if not self.states.layers:
                 return model._call_impl(*args, **kwargs)
             before = self.sync.seen
-            with self.placement.states.invalidated_on_partial_write(lambda: self.sync.has_passed(before)):
+            with self.states.invalidated_on_partial_write(lambda: self.sync.has_passed(before)):
                 return model._call_impl(*args, **kwargs)
 
     def _read(
@@ -365,7 +332,7 @@ class StepGraphs:
         if not isinstance(main, Tensor) or main.dim() < 2 or main.device.type not in RECORDERS:
             return None
         rows, tokens = main.shape[:2]
-        states = self.placement.states
+        states = self.states
         most = 1 if states.layers else MAX_STEP
         if first.store is None or not sync.ready or not 1 <= tokens <= most or rows != first.batch_size:
             return None
@@ -414,12 +381,13 @@ class StepGraphs:
         sync = self.sync
         # Graphs know where smoothing vectors lie, and keep them.
         smoothing = tuple(steps.layer.smoothing for steps in sync.members)
-        kind = (id(model), self._setting(model), tuple(step.rest.items()), _shapes(step.tensors), smoothing)
+        shapes = tuple((name, x.shape, x.dtype, x.device) for name, x in step.tensors.items())
+        kind = (id(model), self._setting(model), tuple(step.rest.items()), shapes, smoothing)
         if kind in self._failed:
             return False, None
         if sync.stale:
             sync.catch_up()
-        buffers = self.placement.find_room(step.tokens)
+        buffers = self.find_room(step.tokens)
         if buffers is None:
             return False, None
         masked = False
@@ -431,12 +399,15 @@ class StepGraphs:
             if (masked or padded) and not placed:
                 return False, None
             # Layers with states may read a wider mask in another way.
-            alone = step.tokens > 1 or any(steps.trims for steps in sync.members) or self.placement.states.layers
+            alone = step.tokens > 1 or any(steps.trims for steps in sync.members) or self.states.layers
             if masked and alone:
                 return False, None
             if step.mask.shape[0] != first.batch_size:
                 return False, None
-        tensors = _with_mask(step, masked, buffers)
+        tensors = dict(step.tensors)
+        if masked and step.mask is not None:
+            # Columns that are not there yet are masked.
+            tensors["attention_mask"] = torch.nn.functional.pad(step.mask, (0, buffers.room - step.mask.shape[1]))
         key = (*kind, masked)
         recorded = buffers.recordings.get(key)
         if recorded is not None and recorded.model() is model and recorded.fingerprint == interceptor.fingerprint():
@@ -448,7 +419,7 @@ class StepGraphs:
         if reason is not None:
             self._give_up(model, kind, reason)
             return False, None
-        states = self.placement.states
+        states = self.states
         runs = buffers.runs[key] = buffers.runs.get(key, 0) + 1
         # A cache may be given one prompt of a few tokens, which is a step of several, and never another.
         if runs > 1 or (step.tokens == 1 and (self._preset, key) in interceptor.captured):
@@ -508,7 +479,7 @@ class StepGraphs:
             with inside_call(), recording(), self._fused(model, interceptor, step, True):
                 return model._call_impl(**tensors, **step.rest, **with_cache(model, cache))
 
-        with self.placement.states.undone_on_error():
+        with self.states.undone_on_error():
             return self._whole(cache, tensors, step, run)
 
     def _whole(self, cache: CapturableCache, tensors: dict[str, Tensor], step: Step, run: Callable[[], Any]) -> Any:
@@ -547,7 +518,7 @@ class StepGraphs:
         try:
             torch.set_autocast_cache_enabled(False)
             fused = self._fused(model, interceptor, step, False)
-            with inside_call(), recording(), fused, self.placement.states.as_before():
+            with inside_call(), recording(), fused, self.states.as_before():
                 graph = RECORDERS[device.type](self._devices(device), run, cache)
         except Exception as error:
             # The replay was not carried out.
@@ -561,27 +532,33 @@ class StepGraphs:
     def _devices(self, first: torch.device) -> list[torch.device]:
         """Devices of a step, that of its input first."""
         held = [steps.layer.device for steps in self.sync.members]
-        return list(dict.fromkeys([first, *held, *(x.device for x in self.placement.states.tensors())]))
+        return list(dict.fromkeys([first, *held, *(x.device for x in self.states.tensors())]))
 
     def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: CapturableCache, step: Step) -> Any:
-        with self.placement.states.invalidated_on_error():
+        with self.states.invalidated_on_error():
             return self._whole(cache, tensors, step, lambda: recorded.replay(tensors, cache))
 
     # Tokens come and go.
 
     def before_prompt(self, keys: Tensor) -> None:
-        """An empty cache is about to be filled: see `Placement.before_prompt`."""
+        """Lets an empty cache that is about to be filled take over the spare buffers; they are freed otherwise."""
         # The obstacle may be gone.
         self._failed.clear()
-        self.placement.before_prompt(keys)
+        found, self.spare.left = self.spare.left, None
+        if found is not None and self.sync.buffers is None and found.suits(keys):
+            for buffer, allocation in zip(self.buffers, found.allocations, strict=True):
+                buffer.take_over(allocation, found.room)
+            # The padding noted is that of the deleted cache.
+            found._visible = None
+            self.sync.buffers = found
 
     def rollback(self, tokens: int) -> bool:
         """Takes back the newest tokens of graph steps, if nothing of them is sealed; whether it has."""
         sync = self.sync
         buffers, held = sync.buffers, all(steps.layer.record_past for steps in sync.members)
-        if sync.stale or not held or buffers is None or tokens > sync.ahead or self.placement.states.layers:
+        if sync.stale or not held or buffers is None or tokens > sync.ahead or self.states.layers:
             return False
-        if not buffers.is_of(self.placement.buffers):
+        if not buffers.is_of(self.buffers):
             return False
         if sync.peak - sync.ahead + tokens > ROLLBACK:
             return False
@@ -589,14 +566,3 @@ class StepGraphs:
             torch._foreach_sub_(buffers.lengths, tokens)  # pyright: ignore[reportPrivateImportUsage]
             sync.ahead -= tokens
         return True
-
-
-def _with_mask(step: Step, masked: bool, buffers: BufferSet) -> dict[str, Tensor]:
-    """A step's tensors with a padding mask for all columns, where it needs one."""
-    if not masked or step.mask is None:
-        return dict(step.tensors)
-    return step.tensors | {"attention_mask": torch.nn.functional.pad(step.mask, (0, buffers.room - step.mask.shape[1]))}
-
-
-def _shapes(tensors: dict[str, Tensor]) -> tuple[Any, ...]:
-    return tuple((name, x.shape, x.dtype, x.device) for name, x in tensors.items())

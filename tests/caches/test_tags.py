@@ -7,8 +7,6 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,11 +19,9 @@ from hfkvq.caches.tags import (
     Opening,
     Span,
     Tagger,
-    age_tags,
     get_format,
     parse_tag,
     tag_axes,
-    tag_number,
 )
 from tests.caches.chat_samples import SAMPLES
 from tests.caches.chats import MERGES, TOKENS, byte_tokenizer, encode, expected, names
@@ -59,64 +55,7 @@ def test_every_token_of_a_sample_has_the_tag_written_by_hand(name, merging):
     assert list(zip(text, got, strict=True)) == list(zip(text, wanted, strict=True))
 
 
-# Properties
-
-
-@st.composite
-def _chopped(draw):
-    """A family, text of its markers and a little else, in chunks."""
-    name = draw(st.sampled_from(IDS))
-    merging = draw(st.booleans())
-    sample, tokenizer = SAMPLES[IDS.index(name)], tokenizer_for(name, merging)
-    form = tagger_for(name, merging).grammar.format
-    words = [*TOKENS[sample.family], *form.roles, *form.channels, form.header_end, *form.markers, *form.ends]
-    words += [opening.text for opening in form.openings] + [
-        "\n",
-        "\n\n",
-        "a",
-        " ",
-        "<",
-        "</",
-        "{",
-        " to=",
-        "<tool",
-        "us",
-    ]
-    text = "".join(draw(st.lists(st.sampled_from([word for word in words if word]), max_size=25)))
-    ids = encode(tokenizer, text)
-    cuts = sorted(draw(st.lists(st.integers(0, len(ids)), max_size=6)))
-    return name, merging, [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
-
-
-@settings(max_examples=100, deadline=None)
-@given(_chopped())
-def test_chunks_give_the_tags_of_the_whole(case):
-    name, merging, chunks = case
-    tagger, state, so_far = tagger_for(name, merging), None, torch.zeros(1, 0, dtype=torch.uint8)
-    seen: list[int] = []
-    for chunk in chunks:
-        seen += chunk
-        made = tagger.extend(state, chunk)
-        assert made.tags.shape == (1, len(chunk))
-        assert (made.aged >= 0).all()
-        so_far, state = made.append_to(so_far), made.state
-        # Not only at the end: at every step the cache holds what a new prompt would.
-        assert names(so_far[0]) == names(tagger.tag(seen)[0])
-
-
 # Padding and batches
-
-
-@pytest.mark.parametrize("name", IDS)
-def test_token_by_token_gives_the_tags_of_the_whole(name):
-    sample, tagger = SAMPLES[IDS.index(name)], tagger_for(name, True)
-    ids = encode(tokenizer_for(name, True), sample.text)
-    state, so_far = None, torch.zeros(1, 0, dtype=torch.uint8)
-    for token in ids:
-        made = tagger.extend(state, [token])
-        so_far, state = made.append_to(so_far), made.state
-        assert len(state.rows[0].ids) <= 40
-    assert torch.equal(so_far, tagger.tag(ids))
 
 
 def _rows(name="qwen3-five-turns"):
@@ -153,31 +92,6 @@ def test_padding_token_inside_a_prompt_is_no_padding():
         *["current|text|user"] * 2,
         *["current|text|delim"] * 2,
     ]
-    first = tagger.extend(None, ids[:1])
-    assert torch.equal(tagger.extend(first.state, ids[1:]).append_to(first.tags), tagger.tag(ids))
-
-
-def test_batched_conversations_go_on_with_masks():
-    tokenizer, tagger, _ = _rows()
-    texts = [
-        ["<|im_start|>user\nA<|im_end|>\n<|im_start|>user", "\n<tool_response>\nB\n</tool_response>", "<|im_end|>\n"],
-        ["<|im_start|>user\nC<|im_end|>", "\n<|im_start|>user\n", "Dd"],
-    ]
-    state, so_far = None, torch.zeros(2, 0, dtype=torch.uint8)
-    whole_ids, whole_mask = [], []
-    for chunk in zip(*texts, strict=True):
-        rows = [encode(tokenizer, text) for text in chunk]
-        width = max(map(len, rows)) + 1
-        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-        made = tagger.extend(state, ids, mask)
-        state, so_far = made.state, made.append_to(so_far)
-        whole_ids.append(ids)
-        whole_mask.append(mask)
-    assert torch.equal(so_far, tagger.tag(torch.cat(whole_ids, 1), torch.cat(whole_mask, 1)))
-    assert made.aged.tolist() == [0, 1]
-    swapped = tagger.extend(state.reorder([1, 0]), [[1], [1]]).tags
-    assert names(swapped[:, 0]) == ["current|text|user", "current|text|inst"]
 
 
 # Numbers and names
@@ -190,9 +104,9 @@ def test_tags_are_numbered_by_their_axes():
     for number, name in enumerate(TAGS):
         assert parse_tag(name) == number
         axes = tag_axes(number)
-        assert axes is None if number == PAD else tag_number(*axes) == number
+        assert axes is None if number == PAD else parse_tag("|".join(axes)) == number
     assert parse_tag("older|text|obs") == SEMANTIC.index("obs")
-    assert parse_tag(" current | image | user ") == tag_number("current", "image", "user")
+    assert parse_tag(" current | image | user ") == parse_tag("current|image|user")
 
 
 @pytest.mark.parametrize("name", ["older|text", "newer|text|obs", "older|text|observation", ""])
@@ -205,18 +119,6 @@ def test_unknown_tags_are_refused(name):
 def test_unknown_numbers_are_refused(number):
     with pytest.raises(ValueError, match="allowed 0 to 56"):
         tag_axes(number)
-
-
-def test_ageing():
-    tags = torch.tensor([[parse_tag(f"{age}|image|obs") for age in ("current", "turn_m1", "turn_m2", "older")] + [PAD]])
-    aged = torch.cat([tags, tags], 0).to(torch.uint8)
-    assert [name.split("|")[0] for name in names(age_tags(aged, 1)[0])] == [
-        *("turn_m1", "turn_m2", "older", "older", "pad")
-    ]
-    by_row = age_tags(aged, torch.tensor([0, 9]))
-    assert torch.equal(by_row[0], aged[0])
-    assert names(by_row[1]) == [*["older|image|obs"] * 4, "pad"]
-    assert by_row.dtype == torch.uint8
 
 
 # Formats

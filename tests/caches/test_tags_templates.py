@@ -7,7 +7,6 @@ from bisect import bisect_left
 from pathlib import Path
 
 import pytest
-import torch
 
 from hfkvq.caches.tags import Tagger, find_format
 from tests.caches.chats import (
@@ -106,9 +105,5 @@ def test_agents_conversations_under_real_templates(template, shared_data):
     tokenizer = byte_tokenizer(_FAMILIES[template], _template(shared_data, template), MERGES)
     checked = 0
     for messages in tau_conversations(shared_data, 12):
-        count, ids, tagger = check_conversation(tokenizer, messages, add_generation_prompt=True)
-        checked += count
-        half = len(ids) // 2
-        first = tagger.extend(None, ids[:half])
-        assert torch.equal(tagger.extend(first.state, ids[half:]).append_to(first.tags), tagger.tag(ids))
+        checked += check_conversation(tokenizer, messages, add_generation_prompt=True)[0]
     assert checked > 100

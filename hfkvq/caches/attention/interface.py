@@ -109,7 +109,6 @@ def attend_layer(layer: Any, query: Tensor, arguments: AttentionArguments) -> Te
     Args:
         layer: of the cache, that has been updated and has begun.
         query: (B, Hq, Q, D), after RoPE.
-        arguments: of the call.
 
     Returns:
         (B, Hq, Q, D); None where there is nothing before, or where it has to go another way.
@@ -129,11 +128,8 @@ def attend_store(store: KVStore, query: Tensor, new: tuple[Tensor, Tensor], colu
     """Attention of the newest tokens over a store's ``columns``, which are dequantized for it, and themselves.
 
     Args:
-        store: of the tokens before.
         query: (B, Hq, Q, D), of the newest Q tokens.
         new: keys and values (B, H, Q, D) of these tokens, not rotated.
-        columns: tokens before.
-        scaling: factor on the logits.
 
     Returns:
         (B, Hq, Q, D).
@@ -161,7 +157,6 @@ def dense_attention(
         keys: (B, H, T, D).
         values: (B, H, T, Dv).
         arguments: of the call; no mask that is causal is aligned to the newest token.
-        dropout: of the probabilities.
         **kwargs: of the call, as the model gave them; they say softcap, sinks and bias again.
 
     Returns:
@@ -309,12 +304,10 @@ def hfkvq_attention(
     """Attends to the pages behind handles; to plain tensors as the model would without us.
 
     Args:
-        module: the attention module.
         query: (B, Hq, Q, D), after RoPE.
         key: handle or tensor (B, H, T, D); a handle of latents (B, 1, T, R), see `hfkvq.caches.attention.mla`.
         value: handle or tensor (B, H, T, Dv); of latents, handle of their rotary parts.
         attention_mask: what `hfkvq_mask` returned, or the user's own 4D mask.
-        dropout: for plain tensors.
         scaling: factor on the logits; 1/sqrt(D) if None.
         **kwargs: ``softcap``, ``s_aux`` or ``sinks``, ``position_bias`` are honoured.
 
@@ -323,14 +316,10 @@ def hfkvq_attention(
     """
     scaling = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
-    arguments = AttentionArguments(
-        scaling,
-        attention_mask,
-        kwargs.get("softcap") or 0.0,
-        sinks,
-        kwargs.get("position_bias"),
-        _causal(module, kwargs),
-    )
+    causal = kwargs.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+    softcap = kwargs.get("softcap") or 0.0
+    arguments = AttentionArguments(scaling, attention_mask, softcap, sinks, kwargs.get("position_bias"), causal)
     layer: Any = key.steps.layer if isinstance(key, StepKV) else layer_of(key, value)
     if layer is None:
         note_queries(module, query, key.shape[1], bool(arguments.softcap) or sinks is not None)
@@ -340,8 +329,13 @@ def hfkvq_attention(
     # Autocast may cast what is stored, and not what asks for it.
     query = query.to(layer.dtype)
     latents, tiles = layer.latents, key.tiles  # type: ignore[attr-defined]
-    asked = absorb_queries(module, query) if latents and query.shape[2] <= MAX_STEP else _in_rows(query, tiles)
-    after = partial(values_from_latents, module) if latents else partial(_in_tiles, tiles=tiles)
+    asked, after = query, None
+    if latents:
+        asked = absorb_queries(module, query) if query.shape[2] <= MAX_STEP else query
+        after = partial(values_from_latents, module)
+    elif tiles > 1:
+        # Heads come ``tiles`` times one after another; pages want those of each KV head in a row.
+        asked, after = query.unflatten(1, (tiles, -1)).transpose(1, 2).flatten(1, 2), partial(_in_tiles, tiles=tiles)
 
     def dense() -> Tensor:
         if tiles == 1 and is_plain(arguments, layer.columns, dropout, kwargs):
@@ -356,7 +350,8 @@ def hfkvq_attention(
         return found.transpose(1, 2)
 
     if isinstance(key, StepKV):
-        out = after(recorded_attention(key, asked, arguments))
+        out = recorded_attention(key, asked, arguments)
+        out = out if after is None else after(out)
     else:
         if not arguments.causal:
             arguments = arguments.explicit(query, key.shape[2])
@@ -364,20 +359,9 @@ def hfkvq_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _in_rows(query: Tensor, tiles: int) -> Tensor:
-    """Queries (B, Hq, Q, D) of heads that come ``tiles`` times one after another, those of each KV head in a row."""
-    return query if tiles == 1 else query.unflatten(1, (tiles, -1)).transpose(1, 2).flatten(1, 2)
-
-
 def _in_tiles(x: Tensor, tiles: int) -> Tensor:
-    """The inverse, of what attention gives."""
-    return x if tiles == 1 else x.unflatten(1, (-1, tiles)).transpose(1, 2).flatten(1, 2)
-
-
-def _causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Causality of a call without a mask, as stock sdpa reads it."""
-    asked = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if asked is None else asked)
+    """Heads of each KV head in a row (B, Hq, Q, Dv) as they come: ``tiles`` times one after another."""
+    return x.unflatten(1, (-1, tiles)).transpose(1, 2).flatten(1, 2)
 
 
 def _refuse_weights(module: torch.nn.Module) -> None:

@@ -109,7 +109,6 @@ def windows_of(config: PreTrainedConfig, layers: Sequence[Any]) -> dict[int, int
     in every step.
 
     Args:
-        config: of the decoder.
         layers: what Transformers makes for it.
     """
     shared = getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0)

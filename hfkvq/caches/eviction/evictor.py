@@ -22,8 +22,8 @@ from hfkvq.kernels.decode import ABSENT, LENGTH, START, column_positions, run_co
 from hfkvq.kernels.masks import fold_mask
 from hfkvq.kernels.pages import Side
 
+from ..base.recorded import Group
 from ..layer_state.base import LayerBase, Part, unchanged_on_error
-from ..layer_state.group import Group
 from ..schemes.eviction import EvictionScheme
 from ..schemes.score_inputs import ELEMENTS, Attention, Evidence, Kind, keep_columns, keep_mask, prompt_evidence
 from ..store import MAX_STEP, SIDES, Padding, StoreState
@@ -66,11 +66,7 @@ def stored_evidence(
     Keys, values and queries are in the basis of the store, which keeps products and norms.
 
     Args:
-        kinds: see `EvictionScheme.evidence`.
         store: what the layer holds, the queries' own tokens included.
-        seen: the queries.
-        where: see `positions`.
-        order: see `token_order`.
 
     Yields:
         The rows; their evidence, in which nobody pays a token that no query sees.
@@ -125,7 +121,10 @@ def _paid(
     most: int,
 ) -> tuple[Attention | None, Tensor]:
     """Attention of folded rows' queries, ``most`` queries at a time: as it is if at once, and the sum."""
-    sinks, queries, total = _folded_sinks(store, seen), query.shape[2], None
+    sinks, queries, total = seen.arguments.sinks, query.shape[2], None
+    if sinks is not None:
+        # f32 (B*H, r), of folded rows.
+        sinks = sinks.float().view(store.fold, -1).repeat(store.batch // store.fold, 1)
     paid = None
     for first in range(0, queries, most):
         last = min(first + most, queries)
@@ -171,13 +170,6 @@ def _logits(
     return x.masked_fill(~visible, -torch.inf)
 
 
-def _folded_sinks(store: KVStore, seen: QueryWindow) -> Tensor | None:
-    """Sinks f32 (B*H, r) of folded rows."""
-    if seen.arguments.sinks is None:
-        return None
-    return seen.arguments.sinks.float().view(store.fold, -1).repeat(store.batch // store.fold, 1)
-
-
 class Choice(NamedTuple):
     """Choice of a first prompt's tokens, as `KVStore.extend` takes it.
 
@@ -219,15 +211,11 @@ def choose(
     Where every step is judged, scores are wanted even if all tokens stay.
 
     Args:
-        scheme: the policy.
         layer: index of the layer in the model.
-        layers: layers of the model.
         query: (B, Hq, Q, D), after RoPE: all queries, or the newest ``scheme.queries`` where nobody asks for more.
         keys: (B, H, T, Dk), as the model gave them.
         values: (B, H, T, Dv), likewise.
-        arguments: see `prompt_evidence`.
         hold: newest tokens that have to stay, beyond the scheme's window.
-        padding: of the prompt.
     """
     heads, tokens = keys.shape[1:3]
     if padding is not None and padding.source is not None:
@@ -308,7 +296,6 @@ class Eviction(Part, Generic[S]):
     newest queries. Attention functions that know no handles never show their queries; then nothing is evicted.
 
     Attributes:
-        policy: the layer's scheme.
         group: the cache's layers that evict in the same way.
         place: index of the layer in the model, and the model's layers.
         pending: queries by which tokens are to be judged once all of them are stored.
@@ -327,7 +314,6 @@ class Eviction(Part, Generic[S]):
         self.forget()
 
     def forget(self) -> None:
-        """Forgets all tokens."""
         self.trim_at = 0
         # Running attention call: queries that are no padding (B, n), and rows for which it is a prompt (B,).
         self._real: Tensor | None = None
@@ -346,7 +332,6 @@ class Eviction(Part, Generic[S]):
         return KVStore(layout, self.layer.scheme, keys, values, headwise=True)
 
     def store(self) -> KVStore:
-        """The layer's store."""
         return self.layer.held()
 
     @property
@@ -470,7 +455,6 @@ class Eviction(Part, Generic[S]):
         return numbers, {name: tensor for name, tensor in held.items() if tensor is not None}
 
     def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Takes what `pack` gave."""
         scaling, softcap, causal = found["arguments"]
         self.arguments = AttentionArguments(
             float(scaling), None, float(softcap), tensors.get("sinks"), causal=causal is True
@@ -480,12 +464,10 @@ class Eviction(Part, Generic[S]):
     # Rows and lengths change.
 
     def after_crop(self) -> None:
-        """Tokens have been taken back."""
         if self.scores is not None:
             self._remember(self.scores)
 
     def take_rows(self, rows: Tensor) -> None:
-        """Row b becomes what row ``rows[b]`` was."""
         if self.scores is not None:
             self.scores = self.scores[self.store().rows_of(rows.to(self.scores.device))]
 
@@ -494,7 +476,6 @@ class Eviction(Part, Generic[S]):
         return [], [] if self.scores is None else [self.scores]
 
     def tensors(self) -> list[Tensor]:
-        """Tensors that it holds."""
         by_row, by_head = self.notes()
         return [*by_row, *by_head]
 
@@ -522,18 +503,11 @@ class EvictingGroup(Group[E]):
                 scheme,
             )
 
-    def settle_layers(self) -> None:
-        """Layers that wait with sealing do what is due before the rows of any of them move."""
-        for member in self.members:
-            member.layer.settle()
-
 
 def store_choice(eviction: Eviction[Any], choice: Choice, keeps_columns: bool = False) -> None:
     """Stores what stays of a staged first prompt as if it were all of it; it is staged still if that fails.
 
     Args:
-        eviction: of the layer.
-        choice: the tokens that stay.
         keeps_columns: whether sealed tokens keep their logical columns; else they move up to newer ones.
     """
     layer, store = eviction.layer, eviction.store()

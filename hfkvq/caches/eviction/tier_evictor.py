@@ -88,9 +88,7 @@ def tier_targets(
 
     Args:
         policy: says how many tokens stay, and how many of them whole.
-        costs: bytes of a token in few bits and whole.
         newest: newest tokens of a row, which stay as they are.
-        state: of the store.
         scores: f32 (B*H, n), oldest token first.
         share: f32 (B*H,), the layer's share of whole tokens.
         over: bool (B*H,), the rows; others stay as they are.
@@ -133,7 +131,6 @@ class TierEvictor(Eviction[TieredEviction]):
     Attributes:
         budget: of each KV head; known with the first update.
         strength: f32 (B,), by which layers are compared; None before a prompt, or where nobody asks attention.
-        prompts: that have come.
         provisional: bool (B*H,), rows whose tiers are not final yet; None if there are none.
     """
 
@@ -145,14 +142,12 @@ class TierEvictor(Eviction[TieredEviction]):
         self.group = TierGroup([self])  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def forget(self) -> None:
-        """Forgets all tokens."""
         super().forget()
         self.strength: Tensor | None = None
         self.prompts = 0
         self.provisional: Tensor | None = None
 
     def new_store(self, keys: Tensor, values: Tensor) -> KVStore:
-        """See `Eviction.new_store`."""
         store, policy = super().new_store(keys, values), self.policy
         costs = policy.token_bytes(store.layout, keys.shape[-1], values.shape[-1], keys.dtype.itemsize)
         self.budget = Budget(policy.tokens, policy.budget_bytes, costs)
@@ -161,7 +156,6 @@ class TierEvictor(Eviction[TieredEviction]):
 
     @property
     def full_at(self) -> int:
-        """See `Eviction.full_at`."""
         return self.trim_at or 1 + self.budget.most[1]
 
     @property
@@ -284,7 +278,6 @@ class TierEvictor(Eviction[TieredEviction]):
 
         Args:
             done: what was made; None where no token has moved.
-            rows: the layer's.
             scores: f32 (B*H, n), of the tokens that are left.
         """
         layer, store = self.layer, self.store()
@@ -329,19 +322,16 @@ class TierEvictor(Eviction[TieredEviction]):
     # Rows and lengths change.
 
     def pack(self) -> Packed:
-        """See `Eviction.pack`."""
         numbers, tensors = super().pack()
         held = {"strength": self.strength, "provisional": self.provisional}
         return numbers | {"prompts": self.prompts}, tensors | {k: x for k, x in held.items() if x is not None}
 
     def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """See `Eviction.unpack`."""
         super().unpack(found, tensors)
         self.prompts = int(found["prompts"])
         self.strength, self.provisional = tensors.get("strength"), tensors.get("provisional")
 
     def take_rows(self, rows: Tensor) -> None:
-        """Row b becomes what row ``rows[b]`` was."""
         super().take_rows(rows)
         if self.strength is not None:
             self.strength = self.strength[rows.to(self.strength.device)]
@@ -349,7 +339,6 @@ class TierEvictor(Eviction[TieredEviction]):
             self.provisional = self.provisional[self.store().rows_of(rows.to(self.provisional.device))]
 
     def notes(self) -> tuple[list[Tensor], list[Tensor]]:
-        """See `Eviction.notes`."""
         by_row, by_head = super().notes()
         by_row += [] if self.strength is None else [self.strength]
         return by_row, by_head + ([] if self.provisional is None else [self.provisional])
@@ -378,7 +367,6 @@ def assign_tiers(members: Sequence[TierEvictor], most: Tensor | None) -> None:
     hundred small operations for each layer by itself would be waited for when a prompt is done.
 
     Args:
-        members: the layers' evictors.
         most: f32 (B,), the greatest strength of any layer; None where none has any.
     """
     groups: dict[tuple[object, ...], list[TierEvictor]] = {}

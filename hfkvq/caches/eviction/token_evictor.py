@@ -43,7 +43,6 @@ class TokenEvictor(Eviction[EvictionScheme]):
         self.group = EvictingGroup([self])
 
     def forget(self) -> None:
-        """Forgets all tokens."""
         super().forget()
         self._stuck = self._long = False
         # Since tokens have been evicted: rows, and tokens seen then.
@@ -52,11 +51,9 @@ class TokenEvictor(Eviction[EvictionScheme]):
 
     @property
     def full_at(self) -> int:
-        """See `Eviction.full_at`."""
         return NEVER if self._stuck or not self.trims_steps else self.trim_at
 
     def most_held(self, room: int) -> tuple[int, ...] | None:
-        """See `Eviction.most_held`."""
         interval = self.policy.interval
         if interval is None:
             return None
@@ -67,12 +64,10 @@ class TokenEvictor(Eviction[EvictionScheme]):
     # An attention call.
 
     def before_begin(self) -> bool:
-        """See `Eviction.before_begin`."""
         self._long = self.layer.new_columns > MAX_STEP
         return super().before_begin()
 
     def after_begin(self) -> None:
-        """See `Eviction.after_begin`."""
         super().after_begin()
         layer = self.layer
         padding, new = layer.padding, layer.new_columns
@@ -91,7 +86,6 @@ class TokenEvictor(Eviction[EvictionScheme]):
             self._rows_at = layer.seen
 
     def note_queries(self, query: Tensor, arguments: AttentionArguments) -> None:
-        """See `Eviction.note_queries`."""
         if arguments.bias is not None:
             self._stick("attention has a bias for each column")
         super().note_queries(query, arguments)
@@ -210,18 +204,15 @@ class TokenEvictor(Eviction[EvictionScheme]):
         return (query * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
 
     def pack(self) -> Packed:
-        """See `Eviction.pack`."""
         numbers, tensors = super().pack()
         return numbers | {"stuck": self._stuck, "rows": sorted(map(list, self._rows)), "at": self._rows_at}, tensors
 
     def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """See `Eviction.unpack`."""
         super().unpack(found, tensors)
         self._stuck, self._rows_at = found["stuck"] is True, int(found["at"])
         self._rows = frozenset((int(given), int(held)) for given, held in found["rows"])
 
     def after_crop(self) -> None:
-        """See `Eviction.after_crop`."""
         super().after_crop()
         if self.layer.evicted:
             self._rows, self._rows_at = self._rows_at_length(self.layer.seen), self.layer.seen

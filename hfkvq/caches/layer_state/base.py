@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,26 +22,26 @@ ROLLBACK = 64
 """Newest tokens that stay unsealed while tokens may be taken back (assisted decoding)."""
 
 
-def uneven(first: int | None, last: int | None) -> RuntimeError:
-    """Error text for layers of a cache that hold different tokens."""
-    return RuntimeError(
-        f"The cache's first layer has seen {first} tokens and its last one {last}: a forward was interrupted, or the "
-        "cache was made for a model with more layers. Call reset() to begin again, or level() to take back what came "
-        "since the last forward that reached every layer."
-    )
+def attributes(things: Sequence[Any]) -> list[dict[str, Any]]:
+    """Attributes of these objects, for `restore`; linear attention keeps its states in dicts, which are copied."""
+    return [{name: dict(x) if type(x) is dict else x for name, x in vars(each).items()} for each in things]
+
+
+def restore(things: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Attributes of these objects are what they were."""
+    for each, was in zip(things, saved, strict=True):
+        vars(each).clear()
+        vars(each).update(was)
 
 
 @contextlib.contextmanager
 def unchanged_on_error(things: Sequence[Any]) -> Iterator[None]:
     """If anything fails, all attributes of these are what they were; what is written in place is not."""
-    # Linear attention keeps its states in dicts.
-    saved = [{name: dict(x) if type(x) is dict else x for name, x in vars(each).items()} for each in things]
+    saved = attributes(things)
     try:
         yield
     except BaseException:
-        for each, was in zip(things, saved, strict=True):
-            vars(each).clear()
-            vars(each).update(was)
+        restore(things, saved)
         raise
 
 
@@ -76,46 +76,25 @@ class LayerBase(Protocol):
     batch_size: int
 
     @property
-    def staged(self) -> tuple[Tensor, Tensor] | None:
-        """Keys, smoothed, and values of the last update that are not in the store yet."""
-        ...
+    def staged(self) -> tuple[Tensor, Tensor] | None: ...
 
     @staged.setter
     def staged(self, tokens: tuple[Tensor, Tensor] | None) -> None: ...
 
     @property
-    def staged_length(self) -> int:
-        """New tokens that are not in the store yet."""
-        ...
+    def staged_length(self) -> int: ...
 
     @property
-    def columns(self) -> int:
-        """Logical columns that handles have."""
-        ...
+    def columns(self) -> int: ...
 
     @property
-    def hold(self) -> int:
-        """Newest tokens that stay unsealed, beyond what the layout says."""
-        ...
+    def hold(self) -> int: ...
 
-    def held(self) -> KVStore:
-        """The store."""
-        ...
-
-    def staged_step(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries as they attend to what the layer holds, and staged keys and values."""
-        ...
-
-    def smoothed_query(self, query: Tensor) -> Tensor:
-        """Queries as they attend to what the layer holds."""
-        ...
-
-    def check_capacity(self, tokens: int) -> None:
-        """Raises ValueError if ``tokens`` more exceed a fixed capacity."""
-
-    def update(self, key_states: Tensor, value_states: Tensor) -> Any:
-        """Stages new tokens."""
-
+    def held(self) -> KVStore: ...
+    def staged_step(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+    def smoothed_query(self, query: Tensor) -> Tensor: ...
+    def check_capacity(self, tokens: int) -> None: ...
+    def update(self, key_states: Tensor, value_states: Tensor) -> Any: ...
     def forward(
         self,
         query: Tensor,
@@ -123,25 +102,12 @@ class LayerBase(Protocol):
         dense: Callable[[], Tensor],
         padding_mask: Tensor | None,
         after: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
-        """Attention of an update's queries over all that the layer holds then."""
-        ...
-
-    def store_staged(self, commit: bool = True) -> None:
-        """Lets staged tokens join the store."""
-
-    def settle(self, commit: bool = True) -> None:
-        """Does what is left of the last update."""
-
-    def close(self) -> None:
-        """Lets the device's counters count what the last recorded step has sealed."""
-
-    def bind(self) -> None:
-        """Brings what the layer holds to where recorded steps look for it."""
-
-    def dense(self, side: Side) -> Tensor:
-        """Dequantized keys or values (B, H, columns, D)."""
-        ...
+    ) -> Tensor: ...
+    def store_staged(self, commit: bool = True) -> None: ...
+    def settle(self, commit: bool = True) -> None: ...
+    def close(self) -> None: ...
+    def bind(self) -> None: ...
+    def dense(self, side: Side) -> Tensor: ...
 
 
 class Part:

@@ -41,7 +41,6 @@ class QueryStatistics:
         self.newest: tuple[Tensor, Tensor] | None = None
 
     def forget(self) -> None:
-        """Forgets all queries."""
         self.sums = self.counts = self.newest = None
 
     def observe(self, query: Tensor, tokens: int, heads: int, padding: Padding | None, waiting: int) -> None:
@@ -50,7 +49,6 @@ class QueryStatistics:
         Args:
             query: (B, Hq, Q, D), those of the newest tokens.
             tokens: of the update that they belong to.
-            heads: KV heads.
             padding: among these tokens, or None.
             waiting: most tokens that may wait to be sealed.
         """
@@ -102,14 +100,12 @@ class QueryStatistics:
         return torch.where(count > 0, self.sums / count.clamp(min=1), 1.0).float()
 
     def pack(self) -> Packed:
-        """Contents for a file."""
         names = ("sums", "counts", "newest", "real")
         held = zip(names, (self.sums, self.counts, *(self.newest or (None, None))), strict=True)
         return {}, {name: tensor for name, tensor in held if tensor is not None}
 
     @outside_inference_mode
     def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Takes what `pack` gave."""
         self.sums, self.counts = tensors.get("sums"), tensors.get("counts")
         self.newest = (tensors["newest"], tensors["real"]) if "newest" in tensors else None
 
@@ -118,7 +114,6 @@ class QueryStatistics:
         """Starts over in rows whose keys were sealed: a row's statistics must not depend on its batch mates.
 
         Args:
-            store: after sealing.
             before: i32, sealed keys of each of the store's rows before; heads that are rows of their own are alike.
         """
         if self.sums is None or self.counts is None or self.always:
@@ -138,7 +133,6 @@ class QueryStatistics:
         self.newest = None
 
     def take_rows(self, rows: Tensor) -> None:
-        """Row b becomes what row ``rows[b]`` was."""
         if self.sums is not None and self.counts is not None:
             rows = rows.to(self.sums.device)
             self.sums, self.counts = self.sums[rows], self.counts[:, rows]
@@ -146,7 +140,6 @@ class QueryStatistics:
             self.newest = self.newest[0][rows], self.newest[1][rows]
 
     def tensors(self) -> list[Tensor]:
-        """Tensors that it holds."""
         return [tensor for tensor in (self.sums, self.counts, *(self.newest or ())) if tensor is not None]
 
     @outside_inference_mode

@@ -136,8 +136,6 @@ class Measured:
     """Statistics of one layer's attention, f32 (H, D) each, after RoPE.
 
     Attributes:
-        mean: of each key channel.
-        deviation: likewise.
         near: deviation of each key channel within `TOKENS` tokens, where RoPE turns slow channels hardly.
         query: root mean square of the queries of each KV head; None where attention did not show them.
     """
@@ -280,7 +278,6 @@ def measure(model: Any, config: Any) -> Mapping[int, Measured]:
 
     Args:
         model: with the text config ``config``; called once, with a row of `TOKENS` token ids for each of `OFFSETS`.
-        config: of its decoder.
     """
     with _LOCK:
         known = _MEASURED.get(model)
@@ -321,7 +318,6 @@ def warn_of_noise(name: str, schemes: Mapping[int, Scheme], model: Any, config: 
         name: of the main scheme, for the message.
         schemes: of the layers that hold keys and values, by layer.
         model: that has been measured, or can be.
-        config: of its decoder.
     """
     mixing = layers_that_mix(schemes, head_dim_of(config))
     found, noises = measure(model, config) if mixing else {}, []

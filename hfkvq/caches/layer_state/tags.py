@@ -53,7 +53,6 @@ class TokenRecord:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all tokens."""
         self.length = 0
         # No column from here on has a tag.
         self.tagged = 0
@@ -184,7 +183,6 @@ class TokenRecord:
 
     @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, object]) -> TokenRecord:
-        """Independent tensors, shared tagger."""
         new = copy.copy(self)
         new.ids, new.tags = (None if x is None else x.clone() for x in (self.ids, self.tags))
         return new
@@ -297,5 +295,4 @@ class TokenTags:
             layer.bind()
 
     def tensors(self) -> list[Tensor]:
-        """Tensors that the record holds."""
         return [] if self.record is None else self.record.tensors()

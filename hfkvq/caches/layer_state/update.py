@@ -124,7 +124,6 @@ class PaddingReader:
         return PaddingReader()
 
     def __reduce__(self) -> tuple[type[PaddingReader], tuple[()]]:
-        """A fresh reader: masks are not saved."""
         return PaddingReader, ()
 
     def read(self, mask: Tensor, seen: int, tokens: int, lengths: Tensor) -> Padding | None:
@@ -133,7 +132,6 @@ class PaddingReader:
         Args:
             mask: (B or 1, heads or 1, Q or 1, L), True or nonzero where visible, or float and added to logits.
             seen: logical columns, the new ones included.
-            tokens: new columns.
             lengths: i32 (B,), tokens that each row has stored before.
 
         Returns:

@@ -7,9 +7,9 @@ an `EvictingGroup` (of those that evict) and a `DeviceSync` (of those whose step
 in all layers of a cache or in none, in `transactions`.
 """
 
+from ..base.recorded import DeviceSync
 from ..eviction.evictor import EvictingGroup, Eviction
 from ..layer_state.base import ROLLBACK
-from ..layer_state.group import DeviceSync
 from ..layer_state.update import PaddingReader
 from .layer import KVLayer
 from .recurrent import HybridLayer, RecurrentLayer

@@ -27,7 +27,7 @@ from ..base.model_config import (
     stock_layers,
     windows_of,
 )
-from ..layer_state.group import DeviceSync
+from ..base.recorded import DeviceSync
 from ..layer_state.update import PaddingReader
 from ..schemes.base import Scheme, latent_layout, warn_of_limits
 from ..schemes.full import Full
@@ -49,9 +49,7 @@ def scheme_for_window(scheme: Scheme, window: int, dims: tuple[int, int]) -> Sch
     among all tokens of a row: those that evict, and those that give tokens widths of their own.
 
     Args:
-        scheme: of the layer.
         window: tokens that a query sees.
-        dims: of keys and values.
     """
     if isinstance(scheme, Full):
         return Full(page_size=min(PAGE, scheme.page_size))
@@ -120,14 +118,9 @@ def build_layers(
     """Makes the layers of an empty cache.
 
     Args:
-        text: config of the decoder.
-        preset: scheme of each layer.
-        max_cache_len: see `hfkvq.MixedKVCache`.
         capture: whether steps are to be captured where they can be.
         attach: whether the attention implementation is "hfkvq".
-        debug: see `hfkvq.MixedKVCache`.
         name: of the model, for messages.
-        offloading: see `hfkvq.MixedKVCache`.
         own_attention: whether the model looks no attention implementation up.
 
     Raises:

@@ -301,10 +301,6 @@ def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
     return handle
 
 
-def _float(handle: Any) -> Any:
-    return _to(handle, torch.float32)
-
-
 def _attend(
     query: Tensor,
     key: Any,
@@ -351,7 +347,7 @@ LazyKV.handlers = {
     Tensor.reshape: _reshape,
     torch.reshape: _reshape,
     Tensor.view: _reshape,
-    Tensor.float: _float,
+    Tensor.float: lambda handle: _to(handle, torch.float32),
     Tensor.repeat: _repeat,
     Tensor.contiguous: _same,
     Tensor.detach: _same,

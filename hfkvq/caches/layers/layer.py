@@ -61,7 +61,6 @@ class KVLayer(CacheLayerMixin):
     is left.
 
     Args:
-        scheme: the policy.
         reader: finds padding; shared by the layers of a cache.
         capacity: most tokens of a row, or None.
         defer: later layers attend to this layer's handles too (KV sharing), so sealing waits for the next update.
@@ -74,7 +73,6 @@ class KVLayer(CacheLayerMixin):
         seen: logical tokens given, padding included, whatever is still stored. Steps that were replayed are not counted
             until the layer is told of them.
         staged: (B, H, t, Dk) and (B, H, t, Dv), tokens of the last update that are not in the store yet.
-        padding: among them.
         uncommitted: whether something that is in the store may be due to be sealed.
         new_columns: tokens of an update whose queries have not been shown yet.
         newest: tokens of the last update, until they are taken back or graphs have run on.
@@ -136,7 +134,6 @@ class KVLayer(CacheLayerMixin):
         self.steps = None if self.buffer is None else DeviceSteps(self, self.buffer, self.eviction)
 
     def _forget(self) -> None:
-        """Forgets all tokens."""
         self.is_initialized = False
         self.edition += 1
         self.seen = self.new_columns = self.newest = 0
@@ -357,8 +354,6 @@ class KVLayer(CacheLayerMixin):
         Args:
             key_states: (B, H, t, Dk), after RoPE.
             value_states: (B, H, t, Dv).
-            *args: ignored.
-            **kwargs: ignored.
 
         Returns:
             Handles of logical shape (B, H, columns, Dk) and (B, H, columns, Dv), of all tokens or those in the window.
@@ -437,7 +432,7 @@ class KVLayer(CacheLayerMixin):
         """
         if arguments.softcap or arguments.sinks is not None:
             self._keep_logits()
-        out, pages = self.step(query, arguments), True
+        out, pages = None if self.steps is None else self.steps.run(query, arguments), True
         if out is None:
             tokens, pages = self.staged_length, self.begin(padding_mask, query.shape[2])
             first = self.scheme.quantizes_first and tokens > MAX_STEP and not pages and not self.window
@@ -447,16 +442,8 @@ class KVLayer(CacheLayerMixin):
             out = self.attend(query, arguments.biased()) if pages else dense()
             if not first:
                 self.finish(query, arguments)
-        return refuse_gradient(self, after(out) if pages and after is not None else out)
-
-    @exact
-    def step(self, query: Tensor, arguments: AttentionArguments) -> Tensor | None:
-        """Begins, attends and finishes at once, over the buffer: (B, Hq, Q, D) to (B, Hq, Q, Dv).
-
-        None where the staged tokens have to go one operation after the other: nothing is done then.
-        """
-        steps = self.steps
-        return steps.run(query, arguments) if steps is not None and steps.takes(query.shape[2], arguments) else None
+        out = after(out) if pages and after is not None else out
+        return refuse_gradient(self, out) if self.differentiated else out
 
     @exact
     def begin(self, mask: Tensor | None, queries: int) -> bool:
@@ -464,7 +451,6 @@ class KVLayer(CacheLayerMixin):
 
         Args:
             mask: the mask the attention was given, or None; shows where padding is.
-            queries: number of query rows.
 
         Returns:
             True if `attend` is to be called: the new tokens are in the store now. False for a prompt: attend to
@@ -669,26 +655,21 @@ class KVLayer(CacheLayerMixin):
         transactions.crop(self.parts, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row ``beam_idx[b]`` was."""
         transactions.take_rows("reorder_cache", beam_idx, self.parts)
 
     def batch_repeat_interleave(self, repeats: Any) -> None:
-        """Every row ``repeats`` times; the copies share the pages that are full."""
         transactions.take_rows("batch_repeat_interleave", repeats, self.parts)
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keeps these rows only; see `MixedKVCache.batch_select_indices`."""
         transactions.take_rows("batch_select_indices", indices, self.parts)
 
     def before_change(self, commit: bool) -> list[Any]:
-        """Does what steps and updates have left, before lengths or rows change; the parts that change with the layer.
-
-        Args:
-            commit: whether what is due of a step is sealed.
-        """
+        """Does what steps and updates have left, before a change of lengths or rows; the parts that change with it."""
         self.catch_up()
         if commit and self.eviction is not None and self.defer:
-            self.eviction.group.settle_layers()
+            # Layers that wait with sealing do what is due before the rows of any of them move.
+            for member in self.eviction.group.members:
+                member.layer.settle()
         self.settle(commit)
         return [part for part in (self.store, self.queries, self.eviction) if part is not None]
 
@@ -744,7 +725,6 @@ class KVLayer(CacheLayerMixin):
             raise
 
     def offload(self) -> None:
-        """Moves everything to the CPU."""
         self.catch_up()
         if self.store is not None:
             self.settle()
@@ -753,7 +733,6 @@ class KVLayer(CacheLayerMixin):
             self.buffer.drop()
 
     def prefetch(self) -> None:
-        """Moves everything back."""
         if self.store is not None and self.store.device != self.device:
             self.store.to(self.device, non_blocking=True)
         if self.buffer is not None and self.buffer.tensor is None:
@@ -803,7 +782,6 @@ class KVLayer(CacheLayerMixin):
 
     @outside_inference_mode
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Inverse of `__getstate__`."""
         vars(self).update(state)
         if self.store is not None and self.store.counters.is_inference():
             # Read in inference mode, where nothing can be written to that is made.

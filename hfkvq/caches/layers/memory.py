@@ -110,7 +110,6 @@ class MemoryReport:
         ]
 
     def __str__(self) -> str:
-        """A small table."""
         width = max(len(label) for label, _ in self.rows())
         return "\n".join(f"{label:<{width}}  {value:>12}" for label, value in self.rows())
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from ..base import outside_inference_mode
+from ..layer_state.base import attributes, restore, unchanged_on_error
 from ..layer_state.update import PaddingReader
 from ..schemes.base import Scheme
 from ..store.packing import Packed
@@ -59,14 +60,12 @@ class RecurrentLayer(LinearAttentionLayer):
         self.invalid = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
-        """Row b becomes what row ``beam_idx[b]`` was."""
         for place in slots_of([self]):
             place.held[place.number] = place.tensor.index_select(0, beam_idx.to(place.tensor.device))
 
     # Files.
 
     def pack(self) -> Packed:
-        """Contents: plain data, and tensors by name."""
         places = {place.name: place for place in slots_of([self])}
         numbers = {
             "states": sorted(places),
@@ -117,7 +116,6 @@ class StateSlot(NamedTuple):
     Attributes:
         name: of the state within its layer.
         held: the layer's states of this kind, by number.
-        number: its own.
     """
 
     name: str
@@ -152,7 +150,6 @@ class StatePlaces:
         self.layers = list(layers)
 
     def tensors(self) -> list[Tensor]:
-        """All states, in order."""
         # `StateSlot`s are left out: every step asks for this list.
         kinds = [held for layer in self.layers for held in (layer.conv_states, layer.recurrent_states)]
         return [x for held in kinds for x in held.values() if x is not None]
@@ -172,7 +169,8 @@ class StatePlaces:
         if self.are_in(tensors):
             return True
         places = slots_of(self.layers)
-        if len(places) != len(tensors) or not all(_alike(x.tensor, y) for x, y in zip(places, tensors, strict=True)):
+        kinds = ([(x.shape, x.dtype, x.device) for x in xs] for xs in ([place.tensor for place in places], tensors))
+        if next(kinds) != next(kinds):
             return False
         moved = [(own, place) for own, place in zip(tensors, places, strict=True) if place.tensor is not own]
         torch._foreach_copy_([own for own, _ in moved], [place.tensor for _, place in moved])  # pyright: ignore[reportPrivateImportUsage]
@@ -190,7 +188,7 @@ class StatePlaces:
         """If anything fails, states are what they were: a step writes into them, and would do so twice."""
         with torch.inference_mode(False), torch.no_grad():
             saved = [(x, x.clone()) for x in self.tensors()]
-        with self.as_before(always=False):
+        with unchanged_on_error(self.layers):
             try:
                 yield
             except BaseException:
@@ -199,18 +197,13 @@ class StatePlaces:
                 raise
 
     @contextlib.contextmanager
-    def as_before(self, always: bool = True) -> Iterator[None]:
+    def as_before(self) -> Iterator[None]:
         """Restores Python's knowledge of states after a recording, and after an error."""
-        saved = [{name: dict(x) if type(x) is dict else x for name, x in vars(each).items()} for each in self.layers]
-        good = False
+        saved = attributes(self.layers)
         try:
             yield
-            good = not always
         finally:
-            if not good:
-                for layer, was in zip(self.layers, saved, strict=True):
-                    vars(layer).clear()
-                    vars(layer).update(was)
+            restore(self.layers, saved)
 
     @contextlib.contextmanager
     def invalidated_on_error(self) -> Iterator[None]:
@@ -261,20 +254,10 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-
-
 class HybridLayer(KVLayer):
     """`KVLayer` whose model keeps states beside keys and values (Falcon-H1, Zamba).
 
     Args:
-        scheme: see `KVLayer`.
-        reader: see `KVLayer`.
-        capacity: see `KVLayer`.
-        defer: see `KVLayer`.
-        debug: see `KVLayer`.
-        recordable: see `KVLayer`.
         number_of_states: how many the model keeps of each kind.
 
     Attributes:
@@ -296,37 +279,30 @@ class HybridLayer(KVLayer):
 
     @property
     def parts(self) -> list[Any]:
-        """Parts that change together: the layer of pages and that of states."""
         return [self, self.states]
 
     # Transformers reads these of a layer that has states.
 
     @property
     def number_of_states(self) -> int:
-        """Number of states of each kind."""
         return self.states.number_of_states
 
     @property
     def conv_states(self) -> dict[int, Tensor | None]:
-        """States of convolutions (B, C, width), by number."""
         return self.states.conv_states
 
     @property
     def recurrent_states(self) -> dict[int, Tensor | None]:
-        """States (B, ...), by number."""
         return self.states.recurrent_states
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
-        """True if a token came, by number of the state."""
         return self.states.has_previous_state
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """See `RecurrentLayer.update_conv_state`."""
         return self.states.update_conv_state(conv_states, state_idx, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """See `RecurrentLayer.update_recurrent_state`."""
         return self.states.update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
     @property
@@ -335,22 +311,18 @@ class HybridLayer(KVLayer):
         return self.states.is_croppable
 
     def activate_past_recording(self) -> None:
-        """See `KVLayer.activate_past_recording`; convolutions keep their past as well."""
         super().activate_past_recording()
         self.states.activate_past_recording()
 
     def reset(self) -> None:
-        """Forgets everything."""
         self.states.reset()
         super().reset()
 
     def offload(self) -> None:
-        """Moves everything to the CPU."""
         self.states.offload()
         super().offload()
 
     def prefetch(self) -> None:
-        """Moves everything back."""
         self.states.prefetch()
         super().prefetch()
 

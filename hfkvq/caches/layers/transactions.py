@@ -27,24 +27,12 @@ Beside = Sequence[tuple[Any, Callable[[], None]]]
 class PagedLayer(LayerBase, Protocol):
     """A `KVLayer`, as changes see it."""
 
-    def before_change(self, commit: bool) -> list[Any]:
-        """Does what steps and updates have left; the parts that change with the layer."""
-        ...
-
-    def crop_alone(self, tokens: int) -> None:
-        """Takes back the newest tokens of this layer."""
-
-    def forget_forward(self) -> None:
-        """Forgets an interrupted forward."""
-
-    def take_rows(self, rows: Tensor, change: Callable[[Tensor], None]) -> None:
-        """Rows become those of these numbers."""
-
-    def catch_up(self) -> None:
-        """Makes sure that the host knows what recorded steps have left on the device."""
-
-    def seal_due(self) -> None:
-        """Seals what is due."""
+    def before_change(self, commit: bool) -> list[Any]: ...
+    def crop_alone(self, tokens: int) -> None: ...
+    def forget_forward(self) -> None: ...
+    def take_rows(self, rows: Tensor, change: Callable[[Tensor], None]) -> None: ...
+    def catch_up(self) -> None: ...
+    def seal_due(self) -> None: ...
 
 
 def is_paged(layer: Any) -> TypeGuard[PagedLayer]:
@@ -148,7 +136,6 @@ def rows_of(verb: str, given: Any, batch: int) -> Tensor:
         verb: "reorder_cache" and "batch_select_indices" take numbers of rows, the latter counted from the end, too, and
             as a slice or mask; "batch_repeat_interleave" takes how often each row comes: one number, or one per row.
         given: number, slice, sequence, array or tensor, as DynamicCache takes it.
-        batch: rows of the cache.
 
     Raises:
         ValueError: anything else, no row at all, or a row that does not exist.
@@ -240,10 +227,6 @@ def _change(
     """Changes all layers or none.
 
     Args:
-        layers: of a cache.
-        own: changes one of ours, that holds something.
-        stock: changes one that Transformers has made.
-        beside: see there.
         commit: whether what an update has left is sealed before.
     """
     paged = [layer for layer in _paged(layers) if layer.seen]

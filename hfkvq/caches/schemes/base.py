@@ -76,7 +76,6 @@ class Entry:
     group: str = "scheme"
 
     def __post_init__(self) -> None:
-        """Checks lists and group."""
         for name in self.lists:
             if name not in LISTS:
                 raise ValueError(f"lists: got {name!r}, which is unknown; {nearest(name, list(LISTS))}")
@@ -190,8 +189,6 @@ class Layout:
     """Static layout of one layer: both sides and the sink they share.
 
     Attributes:
-        keys: the key side.
-        values: the value side.
         sink: first tokens of a row, never quantized.
         latent: whether the key side is of latents and the value side of rotary parts, to be attended to as they are.
         window: tokens that a query sees, see `hfkvq.kernels.pages.StoreFormat`; 0 for all.
@@ -204,7 +201,6 @@ class Layout:
     window: int = 0
 
     def __post_init__(self) -> None:
-        """Checks what the store relies on."""
         for name, side in (("keys", self.keys), ("values", self.values)):
             for fmt in side.formats:
                 if fmt.whole and len(side.formats) == 1 and side.unit % fmt.page_size:
@@ -222,7 +218,6 @@ class Layout:
 
     @property
     def store(self) -> StoreFormat:
-        """The format that kernels see."""
         runs = tuple(zip(self.keys.formats, self.values.formats, strict=True))
         return StoreFormat(runs, self.sink, self.keys.rotation, self.values.rotation, self.latent, self.window)
 
@@ -266,8 +261,6 @@ def knob(
 
     Args:
         default: what it is unless given.
-        low: least legal value.
-        high: greatest one.
         choices: legal values, where they can be listed.
         search: (low, high), or a list of values, for the tuner; None leaves the knob as it is.
     """
@@ -304,7 +297,6 @@ class Scheme:
 
     Attributes:
         name: of the scheme, and of the preset of its defaults; without one a class registers nothing.
-        paper: where it comes from.
         evicts: whether it forgets tokens: see `hfkvq.caches.schemes.eviction.EvictionScheme`.
         latents: whether it is for latent attention alone: then keys are latents, and values rotary parts of keys.
         presets: what each preset is, by name, the scheme's own included: an `Entry`, or knobs alone.
@@ -325,7 +317,6 @@ class Scheme:
             register(cls)
 
     def __post_init__(self) -> None:
-        """Checks every knob against its range."""
         for own in fields(self):
             value, low, high = getattr(self, own.name), own.metadata.get("low"), own.metadata.get("high")
             choices = own.metadata.get("choices")
@@ -539,7 +530,6 @@ def get_scheme(name: str | Scheme, **knobs: Any) -> Scheme:
     Args:
         name: a preset (see `list_schemes`), also with knobs, one that evicts over another's pages
             ("snapkv+kitty-pro"), or a scheme whose knobs are to be changed.
-        knobs: overrides.
 
     Returns:
         The frozen scheme.

@@ -79,7 +79,6 @@ class EvictionScheme(Scheme):
         Args:
             given: i64 (...,), tokens that the row has been given so far, those that are gone included.
             layer: index of the layer in the model.
-            layers: layers of the model.
 
         Returns:
             i64 (...,), never less for more tokens given. Tokens that always stay do so whatever it says.
@@ -90,10 +89,7 @@ class EvictionScheme(Scheme):
         """Tokens that a trim leaves: the budget, at least those that always stay, at most those that are there.
 
         Args:
-            given: see `budget`.
             held: i64 (...,), tokens that the row holds.
-            layer: see `budget`.
-            layers: likewise.
             hold: newest tokens that have to stay, beyond the window.
         """
         always = self.first + max(self.window, hold)
@@ -130,7 +126,6 @@ class EvictionScheme(Scheme):
         return self.remembers and self.interval is not None
 
     def limits(self, key_dim: int, value_dim: int) -> Limits:
-        """See `Scheme.limits`."""
         found = super().limits(key_dim, value_dim)
         return found._replace(captured=ASKS) if self.asks_every_step and found.captured is None else found
 
@@ -164,7 +159,6 @@ class TokenEviction(EvictionScheme):
     Attributes:
         budget_tokens: largest number of tokens per row, KV head and layer; 1024 if there is no other budget.
         budget_share: the same as a share of the tokens that the row was given.
-        window: newest tokens that always stay.
         sink_length: first tokens that always stay.
         trim_every: steps trim a row when it holds this many tokens more than its budget. With 0 only prompts are
             trimmed, and every generated token is kept.
@@ -201,22 +195,18 @@ class TokenEviction(EvictionScheme):
 
     @cached_property
     def page_scheme(self) -> Scheme:
-        """The scheme of the pages."""
         assert not isinstance(self.pages, Mapping), "made a scheme above"
         return get_scheme(self.pages)
 
     @property
     def first(self) -> int:
-        """See `EvictionScheme.first`."""
         return self.sink_length
 
     @property
     def interval(self) -> int | None:
-        """See `EvictionScheme.interval`."""
         return self.trim_every or None
 
     def budget(self, given: Tensor, layer: int, layers: int) -> Tensor:
-        """See `EvictionScheme.budget`."""
         if self.budget_share is None:
             return super().budget(given, layer, layers)
         least = self.window + self.sink_length
@@ -226,7 +216,6 @@ class TokenEviction(EvictionScheme):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Needs of the pages' scheme."""
         return self.page_scheme.needs
 
     def in_layer(self, layer: int, layers: int) -> Scheme:
@@ -235,39 +224,31 @@ class TokenEviction(EvictionScheme):
         return self if pages == self.page_scheme else replace(self, pages=pages)
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
-        """Layout of the pages' scheme."""
         return self.page_scheme.layout(key_dim, value_dim)
 
     @property
     def smooths_keys(self) -> bool:
-        """See `Scheme.smooths_keys`."""
         return self.page_scheme.smooths_keys
 
     @property
     def channel_rule(self) -> str | None:
-        """See `Scheme.channel_rule`."""
         return self.page_scheme.channel_rule
 
     def step_rule(self, head_dim: int) -> str | None:
-        """See `Scheme.step_rule`."""
         return self.page_scheme.step_rule(head_dim)
 
     def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
-        """See `Scheme.channel_bits`."""
         return self.page_scheme.channel_bits(keys, q_abs)
 
     def token_bits(self, keys: Tensor, values: Tensor, position: Tensor, tags: Tensor | None = None) -> Tensor | None:
-        """See `Scheme.token_bits`."""
         return self.page_scheme.token_bits(keys, values, position, tags)
 
     @property
     def untagged_is_wide(self) -> bool:
-        """See `Scheme.untagged_is_wide`."""
         return self.page_scheme.untagged_is_wide
 
     @property
     def reads_tokens(self) -> bool:
-        """See `Scheme.reads_tokens`."""
         return self.page_scheme.reads_tokens
 
     def limits(self, key_dim: int, value_dim: int) -> Limits:
@@ -305,9 +286,6 @@ class TieredEviction(EvictionScheme):
         """Bytes of one token of one KV head in few bits and whole: codes, scales and position.
 
         Args:
-            layout: the layer's layout.
-            key_dim: D of the keys.
-            value_dim: D of the values.
             itemsize: bytes of an element of the model's dtype.
         """
         costs = []

@@ -107,7 +107,6 @@ class Kitty(Scheme):
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
 
     def __post_init__(self) -> None:
-        """Checks each knob, and knobs that depend on one another."""
         super().__post_init__()
         for side in ("wide", "wide_keys"):
             begin, end = (getattr(self, f"{side}_{name}") for name in ("from", "to"))

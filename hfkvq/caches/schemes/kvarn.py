@@ -72,7 +72,6 @@ class KVarN(Scheme):
 
     @property
     def smooths_keys(self) -> bool:
-        """Knob ``smooth_keys``."""
         return self.smooth_keys
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:

@@ -122,7 +122,6 @@ class MixKVQ(Scheme):
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
 
     def __post_init__(self) -> None:
-        """Checks each knob, and knobs that depend on one another."""
         super().__post_init__()
         if self.most_bf16 + self.most_int4 > 1:
             raise ValueError(

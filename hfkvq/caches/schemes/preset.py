@@ -32,7 +32,6 @@ class Preset:
     origin: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Checks how layers are named."""
         for which, _ in self.layers:
             _ends(which)
 
@@ -114,7 +113,6 @@ def get_preset(
         what: a preset's name (see `list_schemes`), the ``.json`` file of one (`Preset.save`), either also with knobs
             (``"kitty:boost_ratio=0.2"``), a scheme, or the description of either (``to_dict``).
         layers: schemes of single layers, by layer: a name, a `Scheme`, its description, or knobs of the main scheme.
-        origin: where it comes from.
         **knobs: overrides of the main scheme.
 
     Raises:

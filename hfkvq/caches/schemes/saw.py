@@ -90,7 +90,6 @@ class SawInt4(Scheme):
 
     @property
     def smooths_keys(self) -> bool:
-        """Knob ``smooth_keys``."""
         return self.smooth_keys
 
     @property
@@ -100,5 +99,4 @@ class SawInt4(Scheme):
 
     @property
     def quantizes_first(self) -> bool:
-        """``quantize_first``."""
         return self.quantize_first

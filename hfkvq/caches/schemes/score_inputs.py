@@ -115,7 +115,6 @@ def keep_columns(scores: Tensor, room: int, first: int, newest: int) -> Tensor:
         scores: f32 (N, n).
         room: tokens that stay; at least those that always do, at most n.
         first: first tokens that always stay.
-        newest: newest ones.
     """
     columns = scores.shape[1]
     rank = torch.arange(columns, device=scores.device)
@@ -131,8 +130,6 @@ def keep_mask(scores: Tensor, length: Tensor, room: Tensor, first: int, newest: 
         scores: f32 (N, n).
         length: i64 (N,), tokens of each row.
         room: i64 (N,), tokens that stay; rows with fewer keep all.
-        first: first tokens that always stay.
-        newest: newest ones.
     """
     rank = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
     held = rank < length[:, None]
@@ -285,9 +282,7 @@ def token_scores(seen: Attention, past: Tensor, gamma: float, joint: bool = Fals
     beyond a row's ends, counts as 0.
 
     Args:
-        seen: the attention.
         past: bool (N, n), tokens older than the window.
-        gamma: γ.
         joint: take the variance over queries and query heads together, as the equation has it; else over the queries
             of each head, and then their mean, as the released code has it.
 
@@ -344,7 +339,6 @@ def code_statistics(seen: Attention, past: Tensor) -> Tensor:
     Sums over a KV head's query heads, queries and past keys, to be summed over KV heads.
 
     Args:
-        seen: the attention.
         past: bool (N, n), tokens older than the window.
 
     Returns:
@@ -362,7 +356,6 @@ def paper_statistics(seen: Attention, past: Tensor) -> Tensor:
     To be averaged over KV heads.
 
     Args:
-        seen: the attention.
         past: bool (N, n), tokens older than the window.
 
     Returns:

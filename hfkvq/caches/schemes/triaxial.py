@@ -125,7 +125,6 @@ class TriAxial(Scheme):
 
     @property
     def smooths_keys(self) -> bool:
-        """Knob ``smooth_keys``."""
         return self.smooth_keys
 
     @property

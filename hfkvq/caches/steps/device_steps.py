@@ -11,10 +11,9 @@ from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.dispatch import exact
 from hfkvq.kernels.step import MAX_STEP, run_step, seen
 
-from ..base.recorded import is_captured, is_recorded
+from ..base.recorded import DeviceSync, is_captured, is_recorded
 from ..eviction.evictor import Eviction
 from ..layer_state.base import LayerBase, Part
-from ..layer_state.group import DeviceSync
 from ..store.row_lengths import row_states
 from .step_buffer import StepBuffer
 
@@ -39,7 +38,6 @@ class DeviceSteps(Part):
     """Host's record of a layer's steps on the device, and its synchronization with the device.
 
     Attributes:
-        buffer: of the layer.
         eviction: of the layer; None where it keeps all tokens.
         leads: whether the layer is the first of its cache, which answers for all.
     """
@@ -53,12 +51,7 @@ class DeviceSteps(Part):
 
     @property
     def sync(self) -> DeviceSync:
-        """Shared record of the cache's layers."""
         return self.buffer.sync
-
-    @sync.setter
-    def sync(self, sync: DeviceSync) -> None:
-        self.buffer.sync = sync
 
     @property
     def is_bound(self) -> bool:
@@ -119,10 +112,6 @@ class DeviceSteps(Part):
         store = self.layer.store
         if self.leads and store is not None:
             self.sync.ready = all(state.length for state in store.states)
-
-    def finish_update(self) -> None:
-        """Does what is left of an update whose attention never called `KVLayer.finish`."""
-        self.layer.settle()
 
     def catch_up(self) -> None:
         """Makes sure that the host knows what the device holds."""
@@ -209,8 +198,14 @@ class DeviceSteps(Part):
             return False
         return self.eviction is None or self.eviction.lets_step_pass()
 
-    def run(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
-        """The staged tokens' whole step, as a recorded one would take it: (B, Hq, Q, D) to (B, Hq, Q, Dv)."""
+    @exact
+    def run(self, query: Tensor, arguments: AttentionArguments) -> Tensor | None:
+        """The staged tokens' whole step, as a recorded one would take it: (B, Hq, Q, D) to (B, Hq, Q, Dv).
+
+        None where they have to go one operation after the other: nothing is done then.
+        """
+        if not self.takes(query.shape[2], arguments):
+            return None
         layer, buffer = self.layer, self.buffer
         store, state, plan = layer.held(), buffer.state, buffer.plan
         assert state is not None

@@ -19,9 +19,9 @@ from hfkvq.kernels.step import MAX_STEP, Allocation, StepPlan, StepState, buffer
 
 from ..base import outside_inference_mode, warn_once
 from ..base.capture import RECORDERS
+from ..base.recorded import DeviceSync
 from ..eviction.evictor import Eviction
 from ..layer_state.base import LayerBase, Part
-from ..layer_state.group import DeviceSync
 from ..layer_state.query_statistics import QueryStatistics
 from ..schemes.base import Layout, Scheme
 from ..store import SIDES, KVStore
@@ -35,7 +35,6 @@ def make_plan(
 
     Args:
         layer: with a store, of which tails are made as long as they may become in such a buffer.
-        room: logical columns.
         before: of the buffer that there is.
         eviction: of a layer that evicts.
         queries_per_head: query heads of a KV head.
@@ -154,8 +153,6 @@ def room_ahead(buffers: Sequence[StepBuffer], need: int, headroom: float, captur
     Buffers are ahead by a share of what is held: of a long prompt that was evicted to a small budget, that is little.
 
     Args:
-        buffers: of the layers.
-        need: columns.
         headroom: the share where steps are captured, since a buffer that moves is captured again; 0 for one page.
         captured: whether they are. Else a buffer is one page ahead, and is copied once a page.
     """
@@ -173,12 +170,8 @@ class StepBuffer(Part):
     Attributes:
         tensor: u8, the buffer; None while the layer grows as any does.
         pages: u8, memory of pages that are offloaded; None where they lie in the buffer.
-        state: its tensors.
-        plan: its layout.
-        spec: name of the plan.
         room: most logical columns that it has room for; the capacity, where there is one.
         open: whether the device has sealed tokens that its counters do not count yet.
-        queries_per_head: query heads of a KV head.
         sync: what the cache's layers know together of steps.
     """
 
@@ -204,11 +197,6 @@ class StepBuffer(Part):
         """True if tokens of prompts are evicted, and all stay that are generated."""
         return self.eviction is not None and not self.eviction.trims_steps
 
-    @property
-    def follows_prompts(self) -> bool:
-        """True if the room of a fixed capacity follows from what prompts leave: how many tokens, or in which runs."""
-        return self.evicts_prompts_alone or (self.eviction is None and splits_room(self.layer))
-
     def forget(self) -> None:
         """Forgets what steps have left in the buffer, which stays."""
         self.open = False
@@ -229,9 +217,10 @@ class StepBuffer(Part):
             and (self.tensor.device != layer.device or self._plan_for(self.room, self.plan) != self.plan)
         ):
             self.leave()
-        if layer.capacity is None or not self.follows_prompts:
+        # The room of a fixed capacity may follow from what prompts leave: how many tokens, or in which runs.
+        follows = self.evicts_prompts_alone or (self.eviction is None and splits_room(layer))
+        if layer.capacity is None or not follows:
             self.bind()
-        # The room of other schemes follows from the prompt.
 
     def _plan_for(self, room: int, before: StepPlan | None) -> StepPlan | None:
         return make_plan(self.layer, room, before, self.eviction, self.queries_per_head)

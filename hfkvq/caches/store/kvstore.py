@@ -88,8 +88,6 @@ def write_pages(
         side: "keys" or "values".
         source: (B, H, L, D), in the basis of the store.
         index: i32 (B, m), column of each new token.
-        layout: balances pages.
-        scheme: raises channels.
         q_abs: f32 (B, H, D), see `Scheme.channel_bits`; of keys only.
     """
     if not source.shape[1]:
@@ -125,7 +123,6 @@ class KVStore:
 
     Args:
         layout: static layout of both sides.
-        scheme: decides widths at sealing.
         keys: (B, H, t, Dk), any tensor of the shape, dtype and device to come.
         values: (B, H, t, Dv), likewise.
         capacity: most tokens of a row, allocated at once; None grows.
@@ -199,50 +196,40 @@ class KVStore:
 
     @property
     def batch(self) -> int:
-        """Rows."""
         return self.state.counters.shape[1]
 
     @property
     def device(self) -> torch.device:
-        """Bytes of all tensors."""
         return self.state.counters.device
 
     @property
     def counters(self) -> Tensor:
-        """i32 (2 + 2*runs, B)."""
         return self.state.counters
 
     @property
     def dropped(self) -> Tensor:
-        """i32 (B,): tokens of each row that were forgotten."""
         return self.state.dropped
 
     @property
     def windows(self) -> tuple[Tensor, ...]:
-        """Sink keys, sink values, tail keys, tail values."""
         return self.state.windows
 
     @property
     def runs(self) -> tuple[RunView, ...]:
-        """Pages of each run."""
         return self.state.runs
 
     @property
     def states(self) -> frozenset[RowState]:
-        """States that rows may be in, as the host knows them."""
         return self.state.states
 
     def flat_runs(self) -> list[Tensor]:
-        """All runs' tensors in the order ops take them."""
         return self.state.flat_runs()
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor the store holds."""
         return [*self.state.tensors()]
 
     @property
     def longest(self) -> int:
-        """Most tokens that a row may hold."""
         return self.state.longest
 
     @property
@@ -251,7 +238,6 @@ class KVStore:
         return self.state.counters[LENGTH, :: self.fold]
 
     def forecast(self, tokens: int = 0, hold: int = 0) -> Forecast:
-        """Forecast of the rows with ``tokens`` more; see `hfkvq.caches.store.row_lengths.forecast`."""
         return forecast(self.state.states, self.sizes, tokens, hold)
 
     def fits(self, tokens: int) -> bool:
@@ -297,7 +283,6 @@ class KVStore:
         return dense
 
     def nbytes(self) -> StoreBytes:
-        """Exact bytes by kind (asks the device for the rows' lengths)."""
         return accounting.nbytes(self.state)
 
     def adopt(self, state: StoreState) -> None:
@@ -309,7 +294,6 @@ class KVStore:
         self.state = self.state.replace(states=states)
 
     def move_into(self, buffer: StepState, blocks: Sequence[int]) -> None:
-        """Moves what the store holds into a buffer of recorded steps: see `hfkvq.caches.store.windows.in_buffer`."""
         self.state = in_buffer(self.state, buffer, blocks)
 
     def _for_rows(self, q_abs: Tensor | None, tags: ColumnTags | None) -> tuple[Tensor | None, ColumnTags | None]:
@@ -338,7 +322,6 @@ class KVStore:
         self.counters[LENGTH].add_(tokens - padding.lead)
 
     def pack(self) -> Packed:
-        """Contents for a file: see `packing.packed`."""
         return packed(self.state)
 
     def unpack(self, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -387,7 +370,6 @@ class KVStore:
         Args:
             keys: (B, H, t, Dk), not rotated.
             values: (B, H, t, Dv).
-            padding: padding among them, or None.
             hold: newest tokens that must stay unsealed, beyond what the layout says (see `reserve_tail`).
             q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
             tags: of the first logical columns; see `Scheme.token_bits`. They are the layer's, and not for folded rows.
@@ -489,11 +471,6 @@ class KVStore:
         """Seals what is due, from tails or from a prompt, into the runs that tokens belong in.
 
         Args:
-            keys: where they are.
-            values: likewise.
-            hold: newest tokens that must stay unsealed, beyond what the layout says.
-            q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
-            tags: of the first logical columns; see `Scheme.token_bits`.
             start: of tags, what was there before a prompt; None for what is there now.
 
         Returns:
@@ -532,10 +509,7 @@ class KVStore:
         """Seals what is due into the last run, which has room for it.
 
         Args:
-            sources: where keys and values are.
             most: no row has more to seal, of keys and of values.
-            local: newest tokens that stay unsealed, likewise.
-            q_abs: see `_seal`.
         """
         sink, _, unit = self.sizes
         counters, windows, view, from_tail = self.counters, self.windows, self.runs[-1], not sources[0].tokens
@@ -628,7 +602,6 @@ class KVStore:
             self.grow_tail(side, need, empty)
 
     def grow_tail(self, side: Side, need: int, empty: bool = False) -> None:
-        """Makes the tail at least ``need`` slots long, up to its limit; see `hfkvq.caches.store.windows.grow_tail`."""
         self.state = grow_tail(self.state, side, need, self.tail_limit[side], empty)
 
     # Rows and lengths change. `write_pages` comes next; until then the state before could come back.
@@ -663,7 +636,6 @@ class KVStore:
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> None:
-        """Moves every tensor."""
         self.state = self.state.map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def __deepcopy__(self, memo: dict[int, object]) -> KVStore:

@@ -97,7 +97,6 @@ def gather_bits(view: RunView, fmt: PageFormat, side: Side, slots: Tensor) -> li
     """Tokens of a run, as pages have them, bit for bit.
 
     Args:
-        view: the run.
         fmt: the side's format, per token.
         side: "keys" or "values".
         slots: i64 (B, m), run token of each; must exist in the row's table.
@@ -383,14 +382,9 @@ def requantized(
     """The state whose tokens are where targets say; nothing of the old one is written that anybody reads.
 
     Args:
-        state: of the store.
-        layout: likewise.
         scheme: raises channels of pages that are sealed whole.
         target: i8 (B, n). Of several runs: see `requantize_by_tiers`. Of one run: `EVICT` or `STAY` for each token of a
             row, oldest first.
-        where: `positions`, if they are known already.
-        hold: newest tokens that must stay unsealed, beyond what the layout says.
-        q_abs: see `Scheme.channel_bits`.
         keeps_room: whether each run keeps as many pages as it has, at least.
 
     Returns:
@@ -468,15 +462,7 @@ def _rebuilt(
     """A run with the tokens that stay and, behind them, those that come.
 
     Args:
-        state: before.
-        layout: of the store.
-        scheme: raises channels.
-        run: which run.
-        plan: what becomes of tokens.
         own: the run's moves of each side, and the most tokens of a row that stay, that come, and of both together.
-        most: the most tokens of a row then.
-        leaves: runs that tokens leave.
-        q_abs: see `Scheme.channel_bits`.
         keeps_room: whether the run keeps as many pages as it has, at least.
     """
     pair, view = state.format.runs[run], state.runs[run]
@@ -533,11 +519,7 @@ def _keep_pages(parts: list[Tensor], view: RunView, fmt: PageFormat, side: Side,
 
     Args:
         parts: tensors of the new pages, ``blocks`` of each row; changed in place.
-        view: the run before.
-        fmt: the side's format.
-        side: "keys" or "values".
         slots: i64 (B, n), run token that each token was, or something negative; n whole pages.
-        blocks: pages of a row.
     """
     paged = slots.unflatten(1, (-1, fmt.page_size))
     first = paged[:, :, 0]

@@ -29,12 +29,7 @@ def read_counters(counters: Tensor) -> Counters:
 
 
 class HostCounters(NamedTuple):
-    """A store's counters, as the host knows them without asking.
-
-    Attributes:
-        counters: what they were.
-        states: the store's states then.
-    """
+    """A store's counters, as the host knows them without asking."""
 
     counters: Counters
     states: frozenset[RowState]
@@ -133,7 +128,6 @@ class Route(NamedTuple):
         runs: new tokens of each run; None where no row has any for it.
         added: i32 (2*runs, B), by how much the runs' counters grow.
         held: the most tokens that a row has in the last run then.
-        after: the counters then.
     """
 
     runs: tuple[RunTokens | None, ...]
@@ -142,7 +136,6 @@ class Route(NamedTuple):
     after: Counters
 
     def tensors(self) -> list[Tensor]:
-        """Tensors that it holds."""
         found = [self.added]
         for run in self.runs:
             found += [] if run is None else [run.new, *run.columns, *run.place, run.position]
@@ -178,7 +171,6 @@ class ColumnTags:
         self._routes: dict[tuple[object, ...], tuple[Route, tuple[object, ...]]] = {}
 
     def tensors(self) -> list[Tensor]:
-        """Tensors of the routes."""
         return [tensor for route, _ in self._routes.values() for tensor in route.tensors()]
 
     def route(
@@ -220,8 +212,6 @@ def route_by_width(
 
     Args:
         counters: i32 (2 + 2*runs, B), new tokens included.
-        layout: of the store.
-        scheme: tells widths.
         sources: of keys and of values.
         bound: no row has more to seal.
         hold: newest tokens that must stay unsealed, beyond what the layout says.

@@ -25,7 +25,6 @@ class RowState(NamedTuple):
     values: int
 
     def sealed(self, side: Side) -> int:
-        """Tokens sealed on a side."""
         return self.keys if side == "keys" else self.values
 
 
@@ -50,7 +49,6 @@ class WindowSizes(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> WindowSizes:
-        """Sizes of a layout."""
         keys, values = layout.keys, layout.values
         return cls(layout.sink, (keys.local, values.local), (keys.unit, values.unit))
 
@@ -65,7 +63,6 @@ class Forecast(NamedTuple):
         sealed: what rows may be like once what is due is sealed.
         most_sealed: the most tokens of a side that a row has sealed then.
         longest: the most tokens that a row held before the new ones came.
-        shortest: the least.
     """
 
     tail_slots: tuple[int, int]
@@ -89,7 +86,6 @@ def forecast(states: frozenset[RowState], windows: WindowSizes, tokens: int = 0,
 
     Args:
         states: what rows may be like now.
-        windows: of the store.
         tokens: new tokens of every row.
         hold: newest tokens that must stay unsealed, beyond what the layout says.
     """

@@ -56,12 +56,9 @@ class StoreState:
     """Contents of a store. Steps and seals write into the tensors; all else goes by `replace`.
 
     Attributes:
-        format: the store's.
-        sizes: of its windows.
         counters: i32 (2 + 2*runs, B).
         dropped: i32 (B,), tokens of each row that were forgotten.
         windows: sink keys, sink values, tail keys, tail values: (B, H, n, D).
-        runs: pages of each run.
         states: what rows may be like.
         host_counters: the counters, where the host has an exact copy of them.
         wide_bound: of several runs: when no row had more tokens than the second number, no row had more than the first
@@ -94,10 +91,8 @@ class StoreState:
         """A state without tokens or pages.
 
         Args:
-            layout: of the store.
             keys: (B, H, t, Dk), any tensor of the shape, dtype and device to come.
             values: (B, H, t, Dv), likewise.
-            tail: slots of the tails.
             counted: whether the host keeps a copy of the counters.
             offloaded: whether pages are to lie in the host's memory.
 
@@ -119,7 +114,6 @@ class StoreState:
         return state.replace(runs=runs, host_counters=HostCounters.empty(counters, EMPTY) if counted else None)
 
     def _empty_run(self, keys: PageFormat, values: PageFormat) -> RunView:
-        """A run without pages."""
         table = self.own_table(0)
         pos = None if self.format.ordered else table.new_zeros(self.batch, 0)
         return RunView(table, pos, self.pages(keys, "keys", 0), self.pages(values, "values", 0))
@@ -138,7 +132,6 @@ class StoreState:
         Args:
             widest: tokens have come to other runs, and no row's last one holds more than so many now. The host's copy
                 of the counters is gone then, unless another is given.
-            **changes: fields by name.
         """
         for name in ("windows", "runs"):
             if name in changes:
@@ -191,17 +184,14 @@ class StoreState:
 
     @property
     def batch(self) -> int:
-        """Rows."""
         return self.counters.shape[1]
 
     @property
     def device(self) -> torch.device:
-        """Bytes of all tensors."""
         return self.counters.device
 
     @property
     def heads(self) -> int:
-        """KV heads of a row."""
         return self.windows[0].shape[1]
 
     @property
@@ -211,7 +201,6 @@ class StoreState:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's."""
         return self.windows[0].dtype
 
     @property
@@ -231,7 +220,6 @@ class StoreState:
         return None if known is None else known.now(self.states, self.sizes)
 
     def tensors(self) -> Sequence[Tensor]:
-        """All of them."""
         return [self.counters, self.dropped, *self.windows, *self.flat_runs()]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -239,7 +227,6 @@ class StoreState:
         return self.map(as_bytes).__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Inverse of `__getstate__`."""
         self.__dict__.update(state)
         runs = []
         for view, formats in zip(self.runs, self.format.runs, strict=True):

@@ -35,7 +35,6 @@ def grow(state: StoreState, run: int, blocks: int, factor: float = GROWTH) -> St
 
     Args:
         state: the store's. It is not changed, so without memory nobody counts on the room.
-        run: which run.
         blocks: pages that each row needs.
         factor: by which a run that has pages grows at least.
     """
@@ -92,10 +91,7 @@ def grow_tail(state: StoreState, side: Side, need: int, limit: int, empty: bool 
     """Makes the tail at least ``need`` slots long, by doubling, up to ``limit``; tokens move to their new slots.
 
     Args:
-        state: the store's.
         side: "keys" or "values".
-        need: slots.
-        limit: see `tail_limits`.
         empty: whether nothing that the tail holds is wanted.
     """
     at = 2 + SIDES.index(side)
@@ -124,7 +120,6 @@ def in_buffer(state: StoreState, buffer: StepState, blocks: Sequence[int]) -> St
 
     Args:
         state: as it was. It is not changed, so that it still stands if anything fails.
-        buffer: the layer's tensors.
         blocks: pages of a row in the buffer, for each run. Pages beyond these hold no token.
     """
     if state.counters is not buffer.counters:
@@ -171,7 +166,6 @@ class Ragged:
     Args:
         first: column of each row's first token.
         lengths: tokens of each row, one at least.
-        device: of the tokens.
 
     Attributes:
         first: i32 (B,).

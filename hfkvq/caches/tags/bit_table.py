@@ -114,19 +114,17 @@ class BitTable:
             config: of the model that is to use it.
             tokenizer: its tokenizer; None leaves the template unchecked.
         """
-        pairs = [("model", self.origin.config, config_hash(config))]
-        if tokenizer is not None:
-            pairs.append(("chat template", self.origin.template, template_hash(tokenizer)))
-        for what, made_for, given in pairs:
-            if made_for != given:
-                raise ValueError(
-                    f"table: it was calibrated for another {what} ({self.origin.model or 'unnamed'}, {made_for}) than "
-                    f"this one ({given}); calibrate again with `hfkvq calibrate`, or pass the plain table.bits if you "
-                    "know that it fits."
-                )
+        differs = "model" if self.origin.config != config_hash(config) else ""
+        if tokenizer is not None and not differs and self.origin.template != template_hash(tokenizer):
+            differs = "chat template"
+        if differs:
+            raise ValueError(
+                f"table: it was calibrated for another {differs} ({self.origin.model or 'unnamed'}, its tags "
+                f"{', '.join(self.bits)}) than this one ({getattr(config, 'model_type', '') or 'unnamed'}); calibrate "
+                "again with `hfkvq calibrate`, or pass the plain table.bits if you know that it fits."
+            )
 
     def save(self, path: str | Path) -> None:
-        """Writes the table as JSON."""
         text = json.dumps({"kind": KIND, **asdict(self)}, indent=2)
         Path(path).write_text(text + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Chat formats: markers of a chat template, the semantic of the text between them, and formats known by name."""
+"""Axes of a tag, ``temporal|modal|semantic``, and chat formats: a template's markers, and semantics between them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,58 @@ import importlib.util
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from hfkvq.bounded import DAMAGE, load_json, read_bounded
 
-from .axes import SEMANTIC
+# Axes of TriAxialKV, section 3.1 and Table 1.
+TEMPORAL = ("older", "turn_m2", "turn_m1", "current")
+MODAL = ("text", "image")
+SEMANTIC = ("inst", "user", "assistant", "reasoning", "tool_call", "obs", "delim")
+
+# Kinds of tokens: modal and semantic together, in any turn.
+KINDS = len(MODAL) * len(SEMANTIC)
+
+TAGS = (*("|".join(axes) for axes in product(TEMPORAL, MODAL, SEMANTIC)), "pad")
+"""Names by number: tag ``k`` is ``TAGS[k]``. Fifty-six tags of the three axes, then ``pad``."""
+
+PAD = len(TAGS) - 1
+"""Number of the tag of padding, which lies on no axis."""
+
+_NUMBERS = {name: number for number, name in enumerate(TAGS)}
+
+
+def parse_tag(name: str) -> int:
+    """Number of a tag given by name, e.g. ``parse_tag("older|text|obs") == 5``; ``parse_tag("pad") == PAD``.
+
+    Raises:
+        ValueError: There is no such tag.
+    """
+    number = _NUMBERS.get(name.replace(" ", ""))
+    if number is None:
+        near = get_close_matches(name, TAGS, n=1)
+        raise ValueError(
+            f"tag: got {name!r}, allowed 'pad' or temporal|modal|semantic with temporal in {', '.join(TEMPORAL)}; "
+            f"modal in {', '.join(MODAL)}; semantic in {', '.join(SEMANTIC)}."
+            + (f" Did you mean {near[0]!r}?" if near else "")
+        )
+    return number
+
+
+def tag_axes(number: int) -> tuple[str, str, str] | None:
+    """``(temporal, modal, semantic)`` of a tag; None for `PAD`.
+
+    Raises:
+        ValueError: There is no tag of that number.
+    """
+    if not 0 <= number < len(TAGS):
+        raise ValueError(f"tag: got number {number}, allowed 0 to {PAD}.")
+    if number == PAD:
+        return None
+    temporal, modal, semantic = TAGS[number].split("|")
+    return temporal, modal, semantic
 
 
 @dataclass(frozen=True)
