@@ -67,7 +67,7 @@ test-gpu: $(FOR_GPU)  ## the tests that need a CUDA device
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu $(ARGS)
 
 bench: $(FOR_GPU)  ## time decode attention against bf16 (needs a CUDA device)
-	PYTHONPATH=. $(GPU_PYTHON) -m hfkvq.cli bench kernels $(BENCH_ARGS)
+	PYTHONPATH=. $(GPU_PYTHON) evals/kernel_bench.py $(BENCH_ARGS)
 
 docs-check: $(FOR_DEV)  ## compare the documents' generated tables with the figures (--write in ARGS writes them)
 	PYTHONPATH=. $(BIN)/python evals/docs.py $(ARGS)

@@ -29,11 +29,11 @@ from evals import (
     serving,
     several,
 )
+from evals import kernel_bench as kernels
 from evals.matrix_report import markdown as families
 from evals.preset_tables import eviction_markdown, request_fields, schemes_markdown
 from evals.shapes import get_config
 from hfkvq.caches import get_scheme
-from hfkvq.measure.bench import kernels
 from hfkvq.measure.presets import PATH as FIGURES
 from hfkvq.measure.presets import describe
 from hfkvq.tuning.fit import outline_of, plan, weights_of
@@ -51,7 +51,7 @@ def load(name: str) -> Any:
 
 
 def kernel_times(name: str) -> Any:
-    """Figures of `hfkvq bench kernels`."""
+    """Figures of `evals/kernel_bench.py`."""
     return kernels.load(RESULTS / f"{name}.json")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from evals.charts import Column, Mark, save_chart
-from hfkvq.measure.bench.kernels import KINDS, Record, Row, unquantized
+from evals.kernel_bench import KINDS, Record, Row, unquantized
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "evals" / "results", ROOT / "docs"

@@ -1,4 +1,4 @@
-"""Takes what `hfkvq bench tune --json FILE` found on a GPU into the package, where it was worth it.
+"""Takes what `evals/kernel_tuning.py --json FILE` found on a GPU into the package, where it was worth it.
 
     PYTHONPATH=. python evals/parameters.py FILE...
 
@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from evals.kernel_tuning import WORTHWHILE
 from hfkvq.kernels.triton.configs import SHIPPED
-from hfkvq.measure.bench.tune import WORTHWHILE
 
 
 def rows_of(record: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]:

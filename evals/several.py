@@ -21,13 +21,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from evals import kernel_bench as kernels
+from evals.kernel_bench import (
+    REPLAYS,
+    Record,
+    Row,
+    Timing,
+    add_speedups,
+    cache_size,
+    copies_for,
+    first_line,
+    measure_shape,
+    row_of,
+    rows_at,
+    time_calls,
+    unquantized,
+)
+from evals.kernel_cases import Shape, bytes_read, fill, parse_size, short
 from evals.one_layer import said
 from evals.other_kernels.__main__ import check_peers, measure_peer, present
 from hfkvq.caches.attention.interface import attend_store
-from hfkvq.measure.bench import kernels
-from hfkvq.measure.bench.cases import Shape, bytes_read, fill, parse_size, short
-from hfkvq.measure.bench.kernels import Record, Row, add_speedups, measure_shape, row_of, rows_at, unquantized
-from hfkvq.measure.bench.timing import REPLAYS, Timing, cache_size, copies_for, first_line, time_calls
 from hfkvq.sizes import parse_count
 
 RUN = "queries-h200"

@@ -1,4 +1,4 @@
-"""The command line: ``hfkvq`` with recommend, fit, schemes, demo, kld, tune, bench, serve and others."""
+"""The command line: ``hfkvq`` with recommend, fit, schemes, demo, kld, tune, serve and others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rich.console import Console
 
 from hfkvq.doctor_cli import app as doctor_app
 from hfkvq.env_cli import app as env_app
-from hfkvq.measure.bench.cli import app as bench_app
 from hfkvq.measure.divergence.cli import app as divergence_app
 from hfkvq.progress import progress_bar, stoppable
 from hfkvq.serve_cli import app as serve_app
@@ -49,7 +48,6 @@ app = typer.Typer(
     add_completion=False,
     cls=Commands,
 )
-app.add_typer(bench_app, name="bench")
 # Without a name: its commands stand beside the others.
 app.add_typer(tuning_app)
 app.add_typer(recommend_app)

@@ -148,10 +148,10 @@ def _readable(path: Path) -> None:
         raise typer.BadParameter(f"got {path}, {reason}") from None
 
 
-def check_writable(path: Path, may_be_folder: bool = False) -> None:
+def check_writable(path: Path) -> None:
     """Raises typer.BadParameter if a file could not be written there."""
-    folder = path if may_be_folder and path.is_dir() else path.absolute().parent
-    if path.is_dir() and not may_be_folder:
+    folder = path.absolute().parent
+    if path.is_dir():
         raise typer.BadParameter(f"got {path}, which is a folder; give the path of a file.")
     if not folder.is_dir():
         raise typer.BadParameter(f"got {path}, but the folder {path.parent} does not exist; make it first.")
@@ -178,11 +178,9 @@ def input_file(help: str, *names: str, argument: bool = False) -> Any:
     return typer.Option(*names, metavar="FILE", callback=_each(lambda path: _readable(path)), help=help)
 
 
-def output_file(help: str, *names: str, may_be_folder: bool = False) -> Any:
+def output_file(help: str, *names: str) -> Any:
     """An option of a file that is written; refused before anything slow where it could not be."""
-    metavar = "PATH" if may_be_folder else "FILE"
-    callback = _each(lambda path: check_writable(path, may_be_folder))
-    return typer.Option(*names, metavar=metavar, callback=callback, help=help)
+    return typer.Option(*names, metavar="FILE", callback=_each(lambda path: check_writable(path)), help=help)
 
 
 def picture_file(help: str, *names: str) -> Any:

@@ -68,8 +68,6 @@ def test_commands_of_blocks_parse(path, monkeypatch):
 def test_options_of_commands_in_sentences_exist(path):
     for line in spans(path):
         words = line.split()[1:]
-        if words == ["bench"]:
-            continue
         command, name, words = command_of(words)
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         assert {word for word in words if word.startswith("--")} <= known, name

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from evals import kernel_bench as kernels
 from hfkvq.bounded import MOST_LEVELS, parse_json
 from hfkvq.caches import get_preset
 from hfkvq.caches.schemes.preset import Preset
 from hfkvq.caches.tags import ChatFormat
 from hfkvq.caches.tags.bit_table import BitTable, Origin
 from hfkvq.kernels.triton import configs
-from hfkvq.measure.bench import kernels
 from hfkvq.measure.divergence.windows import read_file
 from hfkvq.tuning.conversations import load_conversations
 from hfkvq.tuning.sensitivity import Sensitivity

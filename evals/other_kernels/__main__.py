@@ -4,8 +4,8 @@
 
 Packages that are not installed are named and left out. Every variant of a peer is first held against an fp32 reference
 over the keys and values that its cache stands for; a wrong one is not timed, and the others go on. Of the right ones
-the fastest counts. The file has the rows of `hfkvq bench kernels --json` with further baselines (plain Triton, the best
-of a few settings) and peers; `evals/docs.py --write` puts its tables into the documents.
+the fastest counts. The file has the rows of `evals/kernel_bench.py --json` with further baselines (plain Triton, the
+best of a few settings) and peers; `evals/docs.py --write` puts its tables into the documents.
 """
 
 from __future__ import annotations
@@ -24,6 +24,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evals import kernel_bench as kernels
+from evals.kernel_bench import (
+    AIM_US,
+    REPLAYS,
+    Row,
+    Timing,
+    add_speedups,
+    cache_size,
+    copies_for,
+    error_of,
+    first_line,
+    measure_shape,
+    quantiles,
+    row_of,
+    rows_at,
+    time_calls,
+)
+from evals.kernel_cases import DEFAULT_SHAPES, FORMATS, Shape, check, parse_size
 from evals.other_kernels.bitdecoding import BitDecoding2, BitDecoding4
 from evals.other_kernels.flash import FlashAttention2, FlashAttention3, FlashAttention3FP8
 from evals.other_kernels.flashinfer import FlashInfer, FlashInferFP8
@@ -32,19 +50,6 @@ from evals.other_kernels.kivi import Kivi2, Kivi4
 from evals.other_kernels.peer import Peer, Prepared
 from evals.other_kernels.split_kv import FAILURES, GRID, Tuning, split_kv
 from evals.other_kernels.turboquant import TurboQuant3, TurboQuant4, TurboQuantK8V4
-from hfkvq.measure.bench import kernels
-from hfkvq.measure.bench.cases import DEFAULT_SHAPES, Shape, check, default_formats, parse_size
-from hfkvq.measure.bench.kernels import Row, add_speedups, error_of, measure_shape, row_of, rows_at
-from hfkvq.measure.bench.timing import (
-    AIM_US,
-    REPLAYS,
-    Timing,
-    cache_size,
-    copies_for,
-    first_line,
-    quantiles,
-    time_calls,
-)
 from hfkvq.terminal import make_console
 
 PEERS: dict[str, type[Peer]] = {
@@ -265,7 +270,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     """Measures, prints tables, and returns the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default=",".join(f"{rows}x{tokens}" for rows, tokens in DEFAULT_SHAPES))
-    parser.add_argument("--formats", default=",".join(default_formats()), help="of this library")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="of this library")
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)

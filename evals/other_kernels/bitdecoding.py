@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from evals.kernel_cases import Shape
 from evals.other_kernels.peer import Peer, Prepared, check_multiple, imported
-from hfkvq.measure.bench.cases import Shape
 
 GROUP = 128
 MODE = "k-channel"

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from evals.kernel_cases import Shape
 from evals.other_kernels.peer import Peer, Prepared, imported, page_table, paged
-from hfkvq.measure.bench.cases import Shape
 
 PAGE = 128
 WORKSPACE = 256 << 20

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from evals.kernel_cases import Shape
 from evals.other_kernels.peer import Peer, Prepared, imported
-from hfkvq.measure.bench.cases import Shape
 
 GROUP = 32
 RESIDUAL = 128

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hfkvq.measure.bench.cases import Shape
+from evals.kernel_cases import Shape
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from evals.kernel_cases import Shape
 from evals.other_kernels.peer import Peer, Prepared, check_multiple, imported
-from hfkvq.measure.bench.cases import Shape
 
 PAGE = 128
 SPLITS = (32, 64, 128, 256)

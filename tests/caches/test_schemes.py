@@ -15,7 +15,6 @@ from hfkvq.caches.schemes.base import Layout, SideLayout, knob
 from hfkvq.kernels import PageFormat, channel_widths, hadamard
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.hadamard import rotation
-from hfkvq.measure.bench.cases import default_formats
 from hfkvq.measure.demo.run import choose_schemes
 from hfkvq.measure.divergence.naming import parse_schemes
 from hfkvq.measure.presets import costly_choices, describe
@@ -475,7 +474,7 @@ def test_names_are_taken_once(restored):
 
 
 def test_a_scheme_of_one_file_is_in_every_list(restored):
-    """Commands and benchmarks ask the registry, each time."""
+    """Commands ask the registry, each time."""
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class New(Kivi):
@@ -489,7 +488,7 @@ def test_a_scheme_of_one_file_is_in_every_list(restored):
         }
         sink_length: int = knob(8, low=0)
 
-    for found in (choose_schemes(), parse_schemes([]), default_formats(), base.listed("fit")):
+    for found in (choose_schemes(), parse_schemes([]), base.listed("fit")):
         assert "new" in list(found)
     assert list(choose_schemes())[:2] == ["new", "new-wide"]
     assert list_schemes()["new-wide"] == get_scheme("new", bits=4) == New(bits=4)

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from evals.kernel_bench import error_of
+from evals.kernel_cases import Shape
 from evals.other_kernels import kitty, kivi, turboquant
 from evals.other_kernels.split_kv import GRID, split_kv
-from hfkvq.measure.bench.cases import Shape
-from hfkvq.measure.bench.kernels import error_of
 
 
 def test_codes_come_back_from_their_words():

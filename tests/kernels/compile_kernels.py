@@ -34,6 +34,8 @@ from triton.errors import TritonError
 from triton.runtime.jit import JITFunction
 
 import hfkvq
+from evals.kernel_cases import FORMATS, scheme_of
+from evals.kernel_tuning import GRID
 from evals.other_kernels import split_kv
 from hfkvq import kernels
 from hfkvq.caches.schemes.base import Layout, Scheme, SideLayout
@@ -54,8 +56,6 @@ from hfkvq.kernels.step import (
     seal_due,
     views_of_buffer,
 )
-from hfkvq.measure.bench.cases import default_formats, scheme_of
-from hfkvq.measure.bench.tune import GRID
 from tests.kernels.stores import launch_parameters
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -413,7 +413,7 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
         "saw-int4": {"queries": 5, "softcap": 5.0},
         "fp8+16": {"queries": 5},
     }
-    for name in default_formats():
+    for name in FORMATS:
         with case(name):
             store = fill(scheme_of(name, 128))
             # Seals of one token have tiles of one token.

@@ -51,7 +51,7 @@ def split_knobs(text: str, knobs: Mapping[str, Any] | None = None) -> tuple[str,
     return name.strip(), found
 
 
-LISTS = ("demo", "kld", "bench kernels", "fit")
+LISTS = ("demo", "kld", "fit")
 """Commands that show presets, by the name of the list that each shows unless it is told otherwise."""
 
 GROUPS = ("scheme", "eviction", "control", "baseline")

@@ -28,7 +28,7 @@ class Full(Scheme):
     presets = {
         "full": Entry(
             "The control: 16-bit pages, in which nothing is quantized or saved.",
-            lists=("kld", "bench kernels"),
+            lists=("kld",),
             group="control",
         )
     }

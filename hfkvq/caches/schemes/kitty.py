@@ -63,12 +63,12 @@ class Kitty(Scheme):
     presets = {
         "kitty": Entry(
             "2 bits, with the strongest 12.5 % of the key channels in 4 bits. Loses more than kitty-pro.",
-            lists=("kld", "bench kernels", "fit"),
+            lists=("kld", "fit"),
         ),
         "kitty-pro": Entry(
             "2 bits, with the strongest 25 % of the key channels in 4 bits.",
             {"boost_ratio": 0.25},
-            ("demo", "kld", "bench kernels", "fit"),
+            ("demo", "kld", "fit"),
         ),
         "best-2.5": Entry(
             "Our own preset for the least memory: few more bits than kitty-pro, with much less loss.",

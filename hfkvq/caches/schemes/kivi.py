@@ -49,12 +49,12 @@ class Kivi(Scheme):
         "kivi-2": Entry(
             "2 bits for all keys and values: the baseline of most papers.",
             {"bits": 2},
-            ("demo", "kld", "bench kernels", "fit"),
+            ("demo", "kld", "fit"),
         ),
         "kivi-4": Entry(
             "4 bits for all keys and values, in groups of 32: little loss, for 5 bits.",
             {"bits": 4},
-            ("bench kernels", "fit"),
+            ("fit",),
         ),
         "best-4.3": Entry(
             "Our own preset for the least loss at about 4 bits: KIVI with rotated keys and values.",

@@ -55,13 +55,13 @@ class SawInt4(Scheme):
         "saw-int4": Entry(
             "4 bits with rotated keys, and no 16-bit windows but 16 tokens: saves memory in short contexts too.",
             {},
-            lists=("demo", "kld", "bench kernels", "fit"),
+            lists=("demo", "kld", "fit"),
         ),
         "saw-int4-kv": Entry("saw-int4 with rotated values too, for values with outlier channels.", {"rotate": "both"}),
         "int4": Entry(
             "Plain INT4, the baseline without rotation: outlier channels in keys cost it more than saw-int4.",
             {"rotate": "none", "fit": 0},
-            ("kld", "bench kernels"),
+            ("kld",),
             group="baseline",
         ),
     }

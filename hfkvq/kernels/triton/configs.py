@@ -1,7 +1,7 @@
 """Launch parameters by GPU and format: measured before and looked up, never searched during generation.
 
-Later layers win: the defaults, what is shipped for a kind of GPU and for a GPU (`SHIPPED`), the file that ``hfkvq bench
-tune`` saved on this machine, and the candidates that it tries.
+Later layers win: the defaults, what is shipped for a kind of GPU and for a GPU (`SHIPPED`), the file that
+`evals/kernel_tuning.py` saved on this machine, and the candidates that it tries.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ defaults fit the 228 KB of shared memory a multiprocessor that 9.0 and 10.x have
 from what `evals/resources.py` counts, not measured: shared memory bounds stages times the programs that registers let
 in, and bandwidth a multiprocessor says how much has to be in flight at all, of which an A100 (8.0, 164 KB) needs half
 of what an H200 does, and others with 100 KB a third or less. Those of latents on 9.0 were measured on an H200
-(evals/results/latents-h200.json). Rows of names were found by ``hfkvq bench tune``, see
+(evals/results/latents-h200.json). Rows of names were found by `evals/kernel_tuning.py`, see
 `evals/parameters.py`.
 """
 
@@ -108,7 +108,7 @@ def renew() -> None:
 
 
 def try_out(kernel: str, key: str, knobs: Knobs | None) -> None:
-    """Puts a candidate of ``hfkvq bench tune`` in force for a kernel variant; None takes it back."""
+    """Puts a candidate of a search in force for a kernel variant; None takes it back."""
     _TRIED.pop((kernel, key), None)
     if knobs is not None:
         _TRIED[kernel, key] = dict(knobs)
@@ -205,9 +205,7 @@ def _saved(path: Path | None) -> Mapping[str, Mapping[str, Mapping[str, Knobs]]]
         return _parse(path) if path is not None and path.exists() else {}
     except (OSError, ValueError) as error:
         # Attention goes on without a file that cannot be used: tuning makes it faster, not right.
-        logger.warning(
-            "The tuning file %s is ignored: %s Delete it, or run `hfkvq bench tune` anew elsewhere.", path, error
-        )
+        logger.warning("The tuning file %s is ignored: %s Delete it, or set HFKVQ_TUNING to another.", path, error)
         return {}
 
 

@@ -1,13 +1,26 @@
-"""The run of `hfkvq bench kernels`: a self-check, then the lines of every shape, as a table and as JSON."""
+"""Times decode attention of one layer against PyTorch's, from the call to the merged output, on this GPU.
+
+    PYTHONPATH=. python evals/kernel_bench.py [--sizes 32x32k,1x8k] [--formats kitty,int4] [--queries 4] [--json FILE]
+    PYTHONPATH=. python evals/kernel_bench.py --compare FILE_OF_BEFORE
+
+First every format's kernels are held against the PyTorch reference: wrong ones are not timed. Then every shape has
+lines of PyTorch's attention and of the formats, as tables and as JSON.
+"""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import json
+import math
+import statistics
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +31,31 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from evals.kernel_cases import (
+    DEFAULT_SHAPES,
+    DTYPES,
+    FORMATS,
+    LATENT_FORMATS,
+    LATENT_SHAPES,
+    Shape,
+    as_dict,
+    bytes_read,
+    check,
+    compile_formats,
+    fill,
+    parse_size,
+    short,
+)
 from hfkvq.bounded import load_json
-from hfkvq.caches.store import KVStore
+from hfkvq.caches.store import MAX_STEP, KVStore
 from hfkvq.kernels import use_reference
 from hfkvq.kernels.arguments import AttentionArguments
-
-from ..records import commit, now, versions
-from ..tables import NOTHING, new_table, number
-from .cases import Shape, as_dict, bytes_read, fill, short
-from .timing import METHOD, REPLAYS, Timing, cache_size, copies_for, copy_bandwidth, first_line, time_calls
+from hfkvq.measure.records import commit, now, versions
+from hfkvq.measure.tables import NOTHING, new_table, number
+from hfkvq.terminal import make_console, print_notes
 
 KIND = "hfkvq bench kernels"
+"""Kind of the records, also of those that a command of this name saved."""
 REGRESSION = 5.0
 """Per cent of time that a line may take more than before without being flagged."""
 
@@ -47,7 +74,124 @@ Row = dict[str, Any]
 Record = dict[str, Any]
 
 
-# Measuring.
+# Time on the GPU: calls captured in a CUDA graph, cold caches, quantiles over replays.
+
+REPLAYS = 30
+AIM_US = 5000.0
+"""Length of one replay: long beside the gap between two of them and the resolution of events."""
+
+COLD = 4
+"""Bytes that pass between two reads of the same byte, in sizes of the L2 cache.
+
+Were eviction random, 2 % of the reads would still hit: h = exp(-4 (1 - h)).
+"""
+
+MOST_COPIES = 512
+
+METHOD = (
+    "Time of one call, from the launch to the merged output, on the GPU. Calls are captured in a CUDA graph, which is "
+    f"replayed back to back; a replay lasts some {AIM_US / 1000:g} ms and is divided by its calls. Quantiles are over "
+    f"replays; the first is dropped. Caches are cold: successive calls read different copies of keys and values (or "
+    f"store), as many as make {COLD} times the L2 cache; the query is one and the same. Formats and baselines alike."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Microseconds of a call.
+
+    Attributes:
+        p20: a fifth of the replays were faster.
+        p50: median.
+        p80: a fifth of the replays were slower.
+        calls: calls in a graph.
+        copies: copies of the data that they took turns with.
+        replays: replays that the quantiles are over.
+    """
+
+    p20: float
+    p50: float
+    p80: float
+    calls: int
+    copies: int
+    replays: int
+
+
+def copies_for(nbytes: int, cache: int) -> int:
+    """Copies of data of ``nbytes`` that an L2 cache of ``cache`` bytes does not keep."""
+    return max(1, min(MOST_COPIES, math.ceil(COLD * cache / max(nbytes, 1))))
+
+
+def cache_size(device: torch.device) -> int:
+    """Bytes of the L2 cache."""
+    return torch.cuda.get_device_properties(device).L2_cache_size
+
+
+def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """20 %, 50 % and 80 %."""
+    if len(times) == 1:
+        return times[0], times[0], times[0]
+    tenths = statistics.quantiles(times, n=10, method="inclusive")
+    return tenths[1], tenths[4], tenths[7]
+
+
+def _capture(calls: Sequence[Callable[[], object]], rounds: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    return graph
+
+
+def _replays(graph: torch.cuda.CUDAGraph, count: int, stream: torch.cuda.Stream) -> list[float]:
+    """Microseconds of each of ``count`` replays, after one to warm up."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    with torch.cuda.stream(stream):
+        # No call waits for the GPU in between, so launching a replay hides behind the one before.
+        for event in events:
+            graph.replay()
+            event.record()
+    stream.synchronize()
+    return [1e3 * before.elapsed_time(after) for before, after in pairwise(events)]
+
+
+def time_calls(calls: Sequence[Callable[[], object]], replays: int = REPLAYS, aim: float = AIM_US) -> Timing:
+    """Times calls that do the same on different copies of the data."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # Compiles, and lets libraries plan, outside the graph.
+        for call in calls:
+            call()
+    stream.synchronize()
+    graph, rounds = _capture(calls, 1, stream), 1
+    more = math.ceil(aim / max(statistics.median(_replays(graph, 3, stream)), 1.0))
+    if more > 1:
+        graph.reset()
+        graph, rounds = _capture(calls, more, stream), more
+    count = rounds * len(calls)
+    p20, p50, p80 = (time / count for time in quantiles(_replays(graph, replays, stream)))
+    graph.reset()
+    return Timing(p20, p50, p80, count, len(calls), replays)
+
+
+def copy_bandwidth(device: torch.device) -> tuple[int, Timing]:
+    """Bytes (read and written) and time of a device-to-device copy too large for any cache."""
+    free, _ = torch.cuda.mem_get_info(device)
+    # `copy_` of bytes, in a graph, reached two thirds of this on an H200.
+    source = torch.zeros(min(2**31, free // 4) // 4, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes, time_calls([lambda: torch.bitwise_not(source, out=target)])
+
+
+def first_line(error: BaseException) -> str:
+    """Error in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+# Lines.
 
 
 def error_of(got: Tensor, exact: Tensor) -> float:
@@ -280,7 +424,7 @@ def load(path: Path) -> Record:
     except (OSError, ValueError) as error:
         raise ValueError(f"compare: {path} cannot be read: {error}") from error
     if not isinstance(record, dict) or record.get("kind") != KIND:
-        raise ValueError(f"compare: {path} was not written by `{KIND} --json`.")
+        raise ValueError(f"compare: {path} holds no times of kernels.")
     return record
 
 
@@ -353,3 +497,81 @@ def notes(record: Record) -> list[str]:
         "against the fastest dense attention of PyTorch at the same shape.",
         record["method"],
     ]
+
+
+# The run.
+
+
+def add_cases(parser: argparse.ArgumentParser) -> None:
+    """Options that choose shapes and formats."""
+    parser.add_argument("--sizes", help="rows x tokens, comma-separated: 32x32k,1x128k,32x8k,1x8k,1x1k if left out")
+    parser.add_argument("--heads", type=int, default=32, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    steps = range(1, MAX_STEP + 1)
+    parser.add_argument("--queries", type=int, default=1, choices=steps, metavar="N", help="query tokens per row")
+    parser.add_argument("--latents", type=int, metavar="HEADS", help="latent attention (512 + 64 channels)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of queries and unquantized tokens")
+    parser.add_argument("--formats", help="presets and formats, comma-separated")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which nothing new is started")
+
+
+def cases_of(asked: argparse.Namespace) -> tuple[list[Shape], tuple[str, ...]]:
+    """Shapes and formats of `add_cases`. Raises ValueError if they make no sense."""
+    pairs = LATENT_SHAPES if asked.latents else DEFAULT_SHAPES
+    if asked.sizes is not None:
+        pairs = tuple(parse_size(part) for part in asked.sizes.split(","))
+    if asked.latents:
+        shapes = [Shape.of_latents(*pair, asked.latents, asked.dtype) for pair in pairs]
+    else:
+        dims = (asked.heads, asked.kv_heads, asked.head_dim)
+        shapes = [Shape(*pair, *dims, asked.dtype, queries=asked.queries) for pair in pairs]
+    default = LATENT_FORMATS if asked.latents else FORMATS
+    names = default if asked.formats is None else tuple(asked.formats.split(","))
+    check(names, shapes)
+    return shapes, names
+
+
+def bench_device() -> torch.device:
+    """The current GPU."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def main(given: Sequence[str] | None = None) -> Record:
+    """Measures, prints tables, and returns the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_cases(parser)
+    parser.add_argument("--replays", type=int, default=REPLAYS, help="of each CUDA graph")
+    parser.add_argument("--json", type=Path, help="file, or folder; written again after each line")
+    parser.add_argument("--compare", type=Path, help="figures saved earlier")
+    asked = parser.parse_args(given)
+    end = time.monotonic() + 60 * asked.minutes
+    shapes, names = cases_of(asked)
+    before = load(asked.compare) if asked.compare is not None else None
+    device = bench_device()
+    compile_formats(names, shapes, device)
+    record = new_record(device, {"self_check": self_check(names, shapes, device)})
+    file = None if asked.json is None else file_name(asked.json, record["gpu"])
+    copied, late = record["copy"]["tb_per_s"] * 1e12, False
+    console = make_console()
+    for shape in shapes:
+        for row in () if late else measure_shape(shape, names, device, copied, asked.replays):
+            record["rows"].append(row)
+            add_speedups(rows_at(record, shape))
+            if file is not None:
+                save(record, file)
+            late = time.monotonic() > end
+            if late:
+                break
+        if rows := rows_at(record, shape):
+            console.print(table(rows))
+    if late:
+        console.print(f"Stopped after {asked.minutes:g} minutes; name --formats or --sizes for what is missing.")
+    print_notes(console, notes(record))
+    if before is not None:
+        console.print(compare_table(before, record))
+    return record
+
+
+if __name__ == "__main__":
+    main()

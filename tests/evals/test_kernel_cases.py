@@ -5,32 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfkvq.caches.schemes.base import listed
-from hfkvq.kernels.arguments import AttentionArguments
-from hfkvq.measure.bench.cases import (
+from evals.kernel_bench import error_of, shape_of
+from evals.kernel_cases import (
     DEFAULT_SHAPES,
+    FORMATS,
     RAW,
     Shape,
     as_dict,
     bytes_read,
     check,
-    default_formats,
     fill,
     scheme_of,
 )
-from hfkvq.measure.bench.kernels import error_of, shape_of
+from hfkvq.kernels.arguments import AttentionArguments
 
 CPU = torch.device("cpu")
 SMALL = Shape(2, 517, heads=4, kv_heads=2, head_dim=64)
 
 
 def test_default_formats_exist_and_hold_the_default_heads():
-    names = default_formats()
-    check(names, [Shape(*sizes) for sizes in DEFAULT_SHAPES])
-    assert set(names) == {*RAW, *listed("bench kernels")}
-    assert len(set(names)) == len(names)
-    # The control ends the presets.
-    assert names.index("full") == len(listed("bench kernels"))
+    check(FORMATS, [Shape(*sizes) for sizes in DEFAULT_SHAPES])
+    assert set(RAW) < set(FORMATS)
+    assert len(set(FORMATS)) == len(FORMATS)
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,24 @@
-"""`hfkvq bench kernels` and `tune`: nothing wrong is timed, what is saved and shown, and what a user is told."""
+"""Times of kernels: nothing wrong is timed, copies and quantiles, and what is saved and shown."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from evals import kernel_bench as kernels
+from evals import kernel_tuning
+from evals.kernel_bench import METHOD, Timing, add_speedups, row_of, self_check
+from evals.kernel_cases import Shape
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels.triton import configs
-from hfkvq.measure.bench import kernels
-from hfkvq.measure.bench.cases import Shape
-from hfkvq.measure.bench.kernels import add_speedups, row_of, self_check
-from hfkvq.measure.bench.timing import METHOD, Timing
-from hfkvq.measure.bench.tune import Finding
-from tests.command import assert_refused, flat, invoke, printed
+from tests.command import flat, printed
 
-run = partial(invoke, "bench")
 CPU = torch.device("cpu")
 SMALL = Shape(1, 8, heads=2, kv_heads=1, head_dim=64)
-OPTIONS = ["--heads", "2", "--kv-heads", "1", "--head-dim", "64"]
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process")
 
@@ -111,25 +107,18 @@ def test_self_check(monkeypatch):
     assert "2-bit" not in str(caught.value)
 
 
-# The commands.
-
-
-@pytest.mark.parametrize("command", ["kernels", "tune"])
-def test_without_a_gpu_it_says_what_it_needs(command, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = run(command)
-    assert_refused(done, "sees no CUDA device")
-    assert "NVIDIA GPU" in flat(done.output)
+# Whole runs.
 
 
 @pytest.fixture
 def pretended_gpu(monkeypatch, tmp_path):
-    """Commands run on the CPU, with invented times: 5 us for each call."""
+    """Runs on the CPU, with invented times: 5 us for each call."""
     properties = SimpleNamespace(
         name="Synthetic 9000", major=9, minor=0, multi_processor_count=2, L2_cache_size=10**5, total_memory=10**9
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr("hfkvq.measure.bench.cli.bench_device", lambda: CPU)
+    monkeypatch.setattr(kernels, "bench_device", lambda: CPU)
+    monkeypatch.setattr(kernel_tuning, "bench_device", lambda: CPU)
     monkeypatch.setattr(kernels, "copy_bandwidth", lambda device: (10**6, Timing(1, 1, 1, 1, 1, 1)))
     monkeypatch.setenv("HFKVQ_TUNING", str(tmp_path / "tuning.json"))
     configs.reload()
@@ -151,59 +140,76 @@ SAME = ["--heads", "2", "--kv-heads", "2", "--head-dim", "64"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--formats", ","], "formats: got none"),
+        (["--formats", ""], "formats: got ''"),
+        (["--sizes", "1xabc"], "sizes: got 'abc'"),
         (["--heads", "6", "--kv-heads", "4"], "heads: got 6, allowed multiples of kv_heads"),
-        (["--replays", "5"], "--replays: got '5'"),
+        (["--queries", "4", "--latents", "16", "--formats", "kitty"], "formats: got 'kitty'"),
     ],
 )
 def test_wrong_arguments_are_told_before_anything_runs(arguments, message, monkeypatch, pretended_gpu):
     monkeypatch.setattr(kernels, "self_check", lambda *rest: pytest.fail("kernels ran"))
-    assert_refused(run("kernels", *arguments), message)
+    with pytest.raises(ValueError, match=message):
+        kernels.main(arguments)
 
 
 @needs_interpreter
-def test_a_whole_run(pretended_gpu, monkeypatch, tmp_path):
+def test_a_whole_run(pretended_gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(kernels, "self_check", lambda *rest: {"kitty": 0.0})
     arguments = [*SAME, "--sizes", "1x200,1x1k", "--formats", "kitty,fp8+16"]
-    done = run("kernels", *arguments, "--json", str(tmp_path))
-    assert done.exit_code == 0, done.output
-    assert "compiling, 0 %" in done.output
+    kernels.main([*arguments, "--json", str(tmp_path)])
     record = kernels.load(tmp_path / "kernels-synthetic-9000.json")
     assert [(row["context"], row["name"]) for row in record["rows"]] == [
         (context, name) for context in (200, 1024) for name in ("dense", "kitty", "fp8+16")
     ]
     assert all(row["speedup"] == 1 and row["bytes"] > 0 for row in record["rows"])
     assert record["rows"][1]["spec"].startswith("s32;k0;v0;2c")
-    again = run("kernels", *arguments, "--compare", str(tmp_path / "kernels-synthetic-9000.json"))
-    assert again.exit_code == 0, again.output
-    assert "+0.0 %" in again.output
-    assert "slower" not in again.output
+    capsys.readouterr()
+    again = kernels.main([*arguments, "--compare", str(tmp_path / "kernels-synthetic-9000.json"), "--minutes", "0"])
+    assert len(again["rows"]) == 1
+    said = capsys.readouterr().out
+    assert "+0.0 %" in said
+    assert "slower" not in said
+    assert "Stopped after 0 minutes" in said
 
 
-def test_tuning_saves_what_it_found(pretended_gpu, monkeypatch, tmp_path):
+def test_tuning_saves_what_it_found(pretended_gpu, monkeypatch, tmp_path, capsys):
     before = dict(configs.DEFAULTS["decode"])
-    found = Finding("decode", "2c128/2t128,D128,N8", before, {**before, "stages": 3}, 0.9)
-    stopped = []
+    found = kernel_tuning.Finding("decode", "2c128/2t128,D128,N8", before, {**before, "stages": 3}, 0.9)
 
     def tune(formats, shapes, device, progress, minutes, keep):
         assert minutes == 0.5
         keep(found)
-        if stopped:
-            raise KeyboardInterrupt
         return [found], 3
 
-    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", tune)
-    arguments = ["tune", *OPTIONS, "--minutes", "0.5", "--json", str(tmp_path / "found.json")]
-    done = run(*arguments)
-    assert done.exit_code == 0, done.output
-    said = flat(done.output)
-    assert "1 of 3 variants in 0.5 minutes" in said
+    monkeypatch.setattr(kernel_tuning, "tune", tune)
+    kernel_tuning.main([*SAME, "--minutes", "0.5", "--json", str(tmp_path / "found.json")])
+    said = flat(capsys.readouterr().out)
+    assert "1 of 3 variants" in said
     assert "stages 3" in said
     assert "-10.0 %" in said
     assert json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["findings"][0]["share"] == 0.9
     saved = json.loads((tmp_path / "tuning.json").read_text(encoding="utf-8"))
     assert saved == {configs.gpu_key("Synthetic 9000"): {"decode": {found.key: {**before, "stages": 3}}}}
-    stopped.append(True)
-    (tmp_path / "tuning.json").unlink()
-    assert "the findings until now are in" in flat(run(*arguments).output)
-    assert '"stages": 3' in (tmp_path / "tuning.json").read_text(encoding="utf-8")
+
+
+# Times.
+
+
+@pytest.mark.parametrize(("nbytes", "copies"), [(1000, 1), (400, 1), (399, 2), (100, 4), (1, 400), (0, 400)])
+def test_copies_make_four_caches(nbytes, copies):
+    assert kernels.copies_for(nbytes, 100) == copies
+
+
+def test_quantiles():
+    assert kernels.quantiles([float(x) for x in range(11)]) == pytest.approx((2.0, 5.0, 8.0))
+    assert kernels.quantiles([3.0]) == (3.0, 3.0, 3.0)
+
+
+@pytest.mark.gpu
+def test_a_call_of_twice_the_size_takes_twice_the_time():
+    x = torch.zeros(2**28, dtype=torch.uint8, device="cuda")
+    small, large = (kernels.time_calls([lambda part=x[:size]: part.add_(1)], 20) for size in (2**27, 2**28))
+    assert small.p20 <= small.p50 <= small.p80
+    # Wide bounds: others may use the GPU at the same time.
+    assert 1.3 < large.p50 / small.p50 < 3.0
+    assert small.calls > large.calls >= 1

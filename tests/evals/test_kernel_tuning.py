@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from evals import kernel_cases, kernel_tuning
+from evals.kernel_bench import Timing
+from evals.kernel_cases import Shape
 from hfkvq import kernels
 from hfkvq.kernels.triton import configs
-from hfkvq.measure.bench import compile, tune
-from hfkvq.measure.bench.cases import Shape
-from hfkvq.measure.bench.timing import Timing
 
 CPU = torch.device("cpu")
 KEY = "2c128/2t128,D128,N8"
@@ -22,20 +22,20 @@ def search(model, start=START):
 
     timers = [lambda i=i: model(configs.lookup(CPU, "decode", KEY))[i] for i in range(len(model(start)))]
     configs.try_out("decode", KEY, start)
-    found = tune.search("decode", KEY, start, timers, lambda what, share: said.append((what, share)))
+    found = kernel_tuning.search("decode", KEY, start, timers, lambda what, share: said.append((what, share)))
     configs.try_out("decode", KEY, None)
     assert all(0 <= share < 1 for _, share in said)
     return found, [what for what, _ in said]
 
 
 def test_candidates_change_one_knob():
-    tried = tune.candidates("decode", START)
+    tried = kernel_tuning.candidates("decode", START)
     assert all(sum(knobs[name] != START[name] for name in START) == 1 for knobs in tried)
-    assert len(tried) == sum(len(values) - 1 for values in tune.GRID["decode"].values())
+    assert len(tried) == sum(len(values) - 1 for values in kernel_tuning.GRID["decode"].values())
 
 
 def test_grid_and_knobs_are_the_same():
-    assert {kernel: set(grid) for kernel, grid in tune.GRID.items()} == {
+    assert {kernel: set(grid) for kernel, grid in kernel_tuning.GRID.items()} == {
         kernel: set(knobs) for kernel, knobs in configs.DEFAULTS.items()
     }
 
@@ -80,35 +80,35 @@ def invented(monkeypatch):
     def time_calls(calls, replays, aim):
         return Timing(1, 500.0 - calls[0]()["step"], 1, 1, 1, replays)
 
-    monkeypatch.setattr(tune, "attending", attending)
-    monkeypatch.setattr(tune, "fill", lambda name, keys, values: Store({"kitty-pro": "kitty"}.get(name, name)))
-    monkeypatch.setattr(tune, "store_calls", store_calls)
-    monkeypatch.setattr(tune, "cache_size", lambda device: 1)
-    monkeypatch.setattr(tune, "time_calls", time_calls)
+    monkeypatch.setattr(kernel_tuning, "attending", attending)
+    monkeypatch.setattr(kernel_tuning, "fill", lambda name, keys, values: Store({"kitty-pro": "kitty"}.get(name, name)))
+    monkeypatch.setattr(kernel_tuning, "store_calls", store_calls)
+    monkeypatch.setattr(kernel_tuning, "cache_size", lambda device: 1)
+    monkeypatch.setattr(kernel_tuning, "time_calls", time_calls)
     return [Shape(1, 64, heads=1, kv_heads=1, head_dim=16), Shape(2, 64, heads=1, kv_heads=1, head_dim=16)]
 
 
 def test_tune_finds_the_variants_that_formats_use(invented):
     """The kernels' own look-ups tell which variants there are; what is found is kept at once."""
     kept = []
-    findings, variants = tune.tune(["kitty", "kitty-pro", "int4"], invented, CPU, keep=kept.append)
+    findings, variants = kernel_tuning.tune(["kitty", "kitty-pro", "int4"], invented, CPU, keep=kept.append)
     found = [(finding.kernel, finding.key, finding.after["step"]) for finding in findings]
     # In the order of the formats.
     assert found == [("decode", "kitty", 128), ("decode", "int4", 128)]
     assert (variants, kept) == (2, findings)
     # Nothing stays overridden.
     assert configs.lookup(CPU, "decode", "kitty")["step"] == 0
-    assert tune.to_save(findings)["decode"]["kitty"]["step"] == 128
+    assert kernel_tuning.to_save(findings)["decode"]["kitty"]["step"] == 128
 
 
 def test_variants_of_a_format():
     """Variants are those that a launch takes, and nothing is launched for them."""
     configs.renew()
     with kernels.use_interpreter():
-        wanted = list(compile.attending("int4", Shape(1, 160, 2, 1, 32, "float16"), CPU))
+        wanted = list(kernel_cases.attending("int4", Shape(1, 160, 2, 1, 32, "float16"), CPU))
     assert [kernel for _, kernel, _ in configs.ANSWERS] == ["decode"]
     assert {each.kernel.__name__ for each in wanted} == {"decode_kernel", "merge_kernel"}
     prompt = Shape(1, 160, 2, 1, 32, "float16", queries=20)
-    assert {each.kernel.__name__ for each in compile.attending("int4", prompt, CPU)} == {"gather_pages_kernel"}
-    stored = {each.kernel.__name__ for each in compile.storing("int4", prompt, CPU)}
+    assert {each.kernel.__name__ for each in kernel_cases.attending("int4", prompt, CPU)} == {"gather_pages_kernel"}
+    stored = {each.kernel.__name__ for each in kernel_cases.storing("int4", prompt, CPU)}
     assert {"seal_token_kernel", "advance_kernel"} <= stored

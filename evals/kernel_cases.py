@@ -1,19 +1,27 @@
-"""Cases of the bench: shapes, and formats with and without a preset."""
+"""Cases of the kernel bench: shapes, formats with and without a preset, and the kernels that they launch."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hfkvq.caches.schemes.base import Layout, Scheme, SideLayout, entry_of, get_scheme, list_schemes, listed, nearest
+from hfkvq.caches.compile import LayerShape, layer_plan
+from hfkvq.caches.schemes.base import Layout, Scheme, SideLayout, get_scheme, list_schemes, nearest
 from hfkvq.caches.store import MAX_STEP, SIDES, KVStore
+from hfkvq.kernels.compile import normal
 from hfkvq.kernels.decode import LENGTH, run_count, sealed_count
 from hfkvq.kernels.pages import PageFormat
+from hfkvq.kernels.triton import configs
+from hfkvq.kernels.triton.compile import Wanted, compile_all
+from hfkvq.kernels.triton.decode import decode_wanted
+from hfkvq.kernels.triton.gather import gather_wanted
+from hfkvq.kernels.triton.latent import latent_wanted
+from hfkvq.kernels.triton.variants import wanted
 from hfkvq.sizes import parse_count
 
 PAGE = 128
@@ -174,11 +182,11 @@ RAW: dict[str, tuple[str, Callable[[int], Scheme]]] = {
 """Formats that no preset has: description, and scheme for a head dim."""
 
 
-def default_formats() -> tuple[str, ...]:
-    """Formats that are timed by default: presets, the lossless control behind them, and `RAW`."""
-    plain, *others = RAW
-    presets = sorted(listed("bench kernels"), key=lambda name: entry_of(name)[1].group == "control")
-    return plain, *presets, *others
+FORMATS = (
+    *("2-bit", "kitty", "kitty-pro", "kivi-2", "kivi-4", "saw-int4", "int4", "full"),
+    *("mixkvq-pages", "triaxial-pages", "fp8+16"),
+)
+"""Formats that are timed by default: presets, the lossless control behind them, and `RAW`."""
 
 
 def scheme_of(name: str, head_dim: int) -> Scheme:
@@ -251,3 +259,52 @@ def as_dict(shape: Shape) -> dict[str, int | str]:
     """Fields by name; none for rotary parts and for queries where they are as in files from before there were any."""
     usual = {"rope_dim": 0, "queries": 1}
     return {name: x for name, x in dataclasses.asdict(shape).items() if usual.get(name) != x}
+
+
+# Kernels of the cases, compiled side by side before they are launched.
+
+COMPILED_CONTEXT = 1024
+"""Tokens that are compiled for: kernels take rows and contexts of any length."""
+
+
+def attending(name: str, shape: Shape, device: torch.device) -> Iterator[Wanted]:
+    """The variants that attend to a format at such shapes, with the launch parameters in force."""
+    form, dtype = layout_of(name, shape.head_dim, shape.rope_dim).store, DTYPES[shape.dtype]
+    if shape.is_prompt:
+        # Pages are dequantized for them.
+        for side in SIDES:
+            yield from gather_wanted(form, side, shape.kv_heads, shape.head_dim, dtype)
+    elif form.latent:
+        yield from latent_wanted(form, shape.heads, shape.head_dim, shape.rope_dim, dtype, device, shape.queries)
+    else:
+        dims = shape.kv_heads, shape.heads, shape.head_dim, shape.head_dim
+        yield from decode_wanted(form, *dims, dtype, device, shape.queries)
+
+
+def storing(name: str, shape: Shape, device: torch.device) -> Iterator[Wanted]:
+    """The variants that store a format."""
+    if not shape.rope_dim:
+        scheme = scheme_of(name, shape.head_dim)
+        plan = layer_plan(scheme, LayerShape(shape.heads, shape.kv_heads, shape.head_dim), DTYPES[shape.dtype])
+        yield from wanted(normal(plan), shape.heads, plan.rule or None, (1,), device)
+
+
+def compile_formats(names: Sequence[str], shapes: Sequence[Shape], device: torch.device) -> None:
+    """Compiles all that storing formats, and attending to them at these shapes, launches on a GPU."""
+    alike = list({dataclasses.replace(shape, batch=1, context=COMPILED_CONTEXT): None for shape in shapes})
+    if device.type == "cuda":
+        every = [each for name in names for each in storing(name, alike[0], device)]
+        every += [each for name in names for shape in alike for each in attending(name, shape, device)]
+        compile_all(every, device)
+
+
+def compile_candidates(
+    kernel: str, key: str, tried: Sequence[Mapping[str, int]], names: Sequence[str], shape: Shape, device: torch.device
+) -> None:
+    """Compiles what attending to formats launches on a GPU with each of these launch parameters of one kernel."""
+    every: list[Wanted] = []
+    for knobs in tried if device.type == "cuda" else ():
+        configs.try_out(kernel, key, knobs)
+        every += [each for name in names for each in attending(name, shape, device)]
+    configs.try_out(kernel, key, None)
+    compile_all(every, device)

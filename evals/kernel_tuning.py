@@ -1,7 +1,14 @@
-"""Search for launch parameters on the present GPU; what `configs.lookup` finds afterwards."""
+"""Searches for the fastest launch parameters on this GPU, and saves them where attention looks them up.
+
+    PYTHONPATH=. python evals/kernel_tuning.py [--formats kitty,int4] [--sizes 32x32k] [--minutes 10] [--json FILE]
+
+The findings go to the tuning file of this machine, which ``HFKVQ_TUNING`` names; `evals/parameters.py` takes those of
+``--json`` into the package.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -14,15 +21,13 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from evals.kernel_bench import add_cases, bench_device, cache_size, cases_of, store_calls, time_calls
+from evals.kernel_cases import Shape, attending, compile_candidates, compile_formats, fill
 from hfkvq.kernels.triton import configs
 from hfkvq.kernels.triton._lib import properties
-
-from ..records import now, versions
-from ..tables import new_table
-from .cases import Shape, fill
-from .compile import attending, compile_candidates, compile_formats
-from .kernels import store_calls
-from .timing import cache_size, time_calls
+from hfkvq.measure.records import now, versions
+from hfkvq.measure.tables import new_table
+from hfkvq.terminal import make_console
 
 GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "decode": {
@@ -248,3 +253,30 @@ def table(findings: Sequence[Finding]) -> Table:
             f"{100 * (finding.share - 1):+.1f} %",
         )
     return view
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Searches, and saves each finding at once."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_cases(parser)
+    parser.add_argument("--json", type=Path, help="save times and parameters, too")
+    asked = parser.parse_args(given)
+    shapes, names = cases_of(asked)
+    device = bench_device()
+    found: list[Finding] = []
+
+    def keep(finding: Finding) -> None:
+        found.append(finding)
+        configs.save(device, to_save([finding]))
+        if asked.json is not None:
+            write(found, device, asked.json)
+
+    # Before the search: there may be no place for its findings.
+    path = configs.save(device, {})
+    _, variants = tune(names, shapes, device, lambda what, share: print(what, flush=True), asked.minutes, keep)
+    make_console().print(table(found))
+    print(f"{len(found)} of {variants} variants; saved to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Timing and tuning of kernels: ``hfkvq bench kernels`` and ``hfkvq bench tune``."""
