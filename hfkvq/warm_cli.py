@@ -95,9 +95,10 @@ def warm(
     """Compile the kernels of presets in advance, into Triton's cache, so that first calls are fast."""
     import torch
 
-    from hfkvq.caches.compile import layers_of
+    from hfkvq.caches.compile import layers_of, widths_of
     from hfkvq.caches.schemes.preset import get_preset
     from hfkvq.kernels.compile import compile_layers
+    from hfkvq.measure.models import find_model, read_config
 
     names = split(preset)
     if not names:
@@ -111,7 +112,8 @@ def warm(
         fail("triton: it is not installed, so there is nothing to compile; pip install triton (Linux).")
     begun = time.perf_counter()
     device = torch.device("cuda", 0 if number is not None else torch.cuda.current_device())
-    done = compile_layers(layers, device, absent=number)
+    around = widths_of(read_config(find_model(model)), shapes[0]) if model is not None and shapes else None
+    done = compile_layers(layers, device, absent=number, around=around and (around, getattr(torch, dtype.value)))
     if not done:
         fail("warm: nothing was compiled: kernels are interpreted (TRITON_INTERPRET=1), or the GPU is AMD's.")
     errors = [f"{name} does not compile: {error}" for name, error in done if error]

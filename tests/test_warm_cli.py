@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig
 
+from hfkvq.caches.compile import layer_shapes, widths_of
 from tests.command import assert_refused, invoke
 
 run = partial(invoke, "warm")
@@ -61,7 +62,8 @@ def test_every_kind_of_layer_of_a_model_is_compiled_for(config, expected, tmp_pa
     config.save_pretrained(tmp_path)
     given = []
 
-    def compile_layers(layers, device, absent):
+    def compile_layers(layers, device, absent, around):
+        assert around == (widths_of(config, layer_shapes(config, "")[0]), torch.bfloat16)
         given.extend(layers)
         return [("kernel", "")]
 

@@ -399,7 +399,8 @@ class MixedKVCache(Cache):
             kernels = key_states.device, self.compressed_layers[0].record_past
             if self._compiled != kernels:
                 self._compiled = kernels
-                compile_kernels(self.config, self.compressed_layers, key_states)
+                fused = self.graphs is not None and self.graphs.fuses
+                compile_kernels(self.config, self.compressed_layers, key_states, fused)
         # A model that never asked for mask sizes has updated the recurrent layers before this one already.
         with self.states.invalidated_on_error():
             self._check_capacity(key_states.shape[2])

@@ -11,6 +11,7 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from hfkvq.kernels.compile import SEVERAL, Layer, compile_layers
+from hfkvq.kernels.fused import Widths
 from hfkvq.kernels.step import StepPlan
 
 from .base.model_config import attention_shape, latent_dims, stock_layers, text_config, windows_of
@@ -115,6 +116,21 @@ def layers_of(
     return [(plan, heads, plan.rule or None) for plan, heads in plans]
 
 
+def widths_of(config: PreTrainedConfig, shape: LayerShape, rows: int = 1) -> Widths | None:
+    """Sizes of a model by which kernels around attention are compiled; None if its config does not say.
+
+    Args:
+        config: of the model.
+        shape: of its layers.
+        rows: rows of the batches that come.
+    """
+    text = text_config(config)
+    hidden, intermediate = getattr(text, "hidden_size", None), getattr(text, "intermediate_size", None)
+    if not isinstance(hidden, int) or not isinstance(intermediate, int):
+        return None
+    return Widths(hidden, intermediate, shape.heads, shape.kv_heads, shape.head_dim, rows)
+
+
 def compile_ahead(
     model: Any, presets: Iterable[Preset], steps: Sequence[int] = (1,), tell: Callable[[str], object] = lambda _: None
 ) -> None:
@@ -136,18 +152,23 @@ def compile_ahead(
     try:
         count = len(stock_layers(text_config(model.config)))
         schemes = [scheme for preset in presets for scheme in preset.by_layer(count)]
-        layers = layers_of(schemes, shapes_of(model.config) or (), model.dtype)
-        compile_layers(layers, model.device, sorted({1, *steps}))
+        shapes = shapes_of(model.config) or ()
+        around = widths_of(model.config, shapes[0]) if shapes else None
+        layers = layers_of(schemes, shapes, model.dtype)
+        compile_layers(layers, model.device, sorted({1, *steps}), around=around and (around, model.dtype))
     except Exception as error:
         logger.warning(FAILED, error)
 
 
-def compile_kernels(config: PreTrainedConfig, layers: Sequence[KVLayer], keys: torch.Tensor) -> None:
+def compile_kernels(
+    config: PreTrainedConfig, layers: Sequence[KVLayer], keys: torch.Tensor, fused: bool = False
+) -> None:
     """Compiles what a cache on a GPU will launch, before its first layer does; once in a process for caches alike.
 
     Args:
         layers: of the cache that hold pages.
         keys: (B, H, t, D) of the first layer: its heads are those of this process, where several share a model.
+        fused: whether steps are fused around attention.
     """
     try:
         shapes = shapes_of(config)
@@ -157,14 +178,19 @@ def compile_kernels(config: PreTrainedConfig, layers: Sequence[KVLayer], keys: t
         if not shape.rope_dim:
             shape = shape._replace(heads=shape.heads // shape.kv_heads * heads, kv_heads=heads)
         kinds = tuple(dict.fromkeys((layer.scheme, shape._replace(window=layer.window)) for layer in layers))
-        _compile(kinds, keys.dtype, keys.device, layers[0].record_past)
+        around = widths_of(config, shape, keys.shape[0]) if fused else None
+        _compile(kinds, keys.dtype, keys.device, layers[0].record_past, around)
     except Exception as error:
         logger.warning(FAILED, error)
 
 
 @lru_cache(maxsize=1024)
 def _compile(
-    kinds: tuple[tuple[Scheme, LayerShape], ...], dtype: torch.dtype, device: torch.device, several: bool
+    kinds: tuple[tuple[Scheme, LayerShape], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    several: bool,
+    around: Widths | None,
 ) -> None:
     layers = [each for scheme, shape in kinds for each in layers_of([scheme], [shape], dtype, several)]
-    compile_layers(layers, device, SEVERAL if several else (1,))
+    compile_layers(layers, device, SEVERAL if several else (1,), around=around and (around, dtype))

@@ -1,4 +1,4 @@
-"""Modules around attention, each in one launch while a step is captured: RMS norms, gated MLPs, rotary embedding.
+"""Modules around attention in few launches while a step is captured: norms, linear layers, MLPs, rotary embedding.
 
 A captured step repeats what its modules launched when it was recorded. So while one is recorded, modules whose results
 are those of `hfkvq.kernels.fused` run by these kernels; at all other times, and for all other calls, they are the
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hfkvq.kernels.dispatch import reference
-from hfkvq.kernels.fused import ACTIVATIONS, NORMS, activated_product, rms_norm, rotary
+from hfkvq.kernels.fused import ACTIVATIONS, LAYERS, NORMS, gated_linear, linears, rms_norm, rotary
 
 DEVICES = {"cuda"}
 """Types of devices on which modules are fused."""
@@ -35,11 +35,17 @@ class Fusion:
 
     Attributes:
         found: indices of kernels' forms by kind of module; None for kinds that no kernel computes alike.
+        groups: linear layers that have been called one after the other with one input, by each of them.
     """
 
     def __init__(self) -> None:
         self.found: dict[Any, int | None] = {}
+        self.groups: dict[nn.Linear, tuple[nn.Linear, ...]] = {}
         self._compares = False
+        # Input of the last linear layers, its copy, and these.
+        self._last: tuple[Tensor, Tensor, list[nn.Linear]] | None = None
+        # Input of a group and results for those that have not been called yet.
+        self._ready: tuple[Tensor, dict[nn.Linear, Tensor]] | None = None
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module, compares: bool) -> Iterator[None]:
@@ -62,6 +68,7 @@ class Fusion:
         finally:
             for module in replaced:
                 del vars(module)["forward"]
+            self._last = self._ready = None
 
     def _forward_of(self, module: nn.Module) -> Forward | None:
         """Function in place of a class's forward, which takes the module first; None where the module runs as it is."""
@@ -70,8 +77,10 @@ class Fusion:
             return None
         if _is_norm(module):
             return self._norm
-        if (linears := _linears(module)) is not None:
-            return partial(self._mlp, linears=linears)
+        if type(module) is nn.Linear:
+            return self._linear if all(_is_dense(p) for p in module.parameters()) else None
+        if (layers := _linears(module)) is not None:
+            return partial(self._mlp, layers=layers)
         names = [name for name in own.__code__.co_names if name.startswith("apply_") and "rotary" in name]
         plain = {name: own.__globals__.get(name) for name in names}
         fused = {name: partial(self._rotary, x) for name, x in plain.items() if isinstance(x, types.FunctionType)}
@@ -105,24 +114,53 @@ class Fusion:
         form = self._form(kind, plain, fused, in_torch)
         return plain() if form is None else fused[form]()
 
-    def _mlp(self, module: Any, *args: Any, linears: tuple[nn.Linear, ...], **kwargs: Any) -> Any:
+    def _mlp(self, module: Any, *args: Any, layers: tuple[nn.Linear, ...], **kwargs: Any) -> Any:
         plain = partial(type(module).forward, module, *args, **kwargs)
         if len(args) != 1 or kwargs or not _is_plain_tensor(args[0]):
             return plain()
 
-        def compute(product: Forward, activation: int) -> Tensor:
-            *first, down = linears
-            given = [linear(args[0]) for linear in first]
-            gate, up = given if len(given) == 2 else given[0].chunk(2, dim=-1)
-            return down(product(gate, up, activation))
+        *first, down = layers
+        weights = [x.weight for x in first]
 
-        kind = type(module), *[x.weight.shape for x in linears], args[0].dtype
+        def compute(product: Forward, activation: int) -> Tensor:
+            gate, up = weights if len(weights) == 2 else weights[0].chunk(2)
+            return down(product(args[0], gate, up, activation))
+
+        kind = type(module), *[x.weight.shape for x in layers], args[0].dtype
         fused, in_torch = (
             [partial(compute, product, i) for i in range(len(ACTIVATIONS))]
-            for product in (activated_product, reference("activated_product"))
+            for product in (gated_linear, reference("gated_linear"))
         )
         form = self._form(kind, plain, fused, in_torch)
         return plain() if form is None else fused[form]()
+
+    def _linear(self, module: nn.Linear, *args: Any, **kwargs: Any) -> Any:
+        plain = partial(type(module).forward, module, *args, **kwargs)
+        if len(args) != 1 or kwargs or not _is_plain_tensor(args[0]) or args[0].dtype != module.weight.dtype:
+            return plain()
+        x = args[0]
+        if self._compares:
+            self._note(module, x)
+            kind = _kind(module, x)
+            self._form(kind, plain, [lambda: _products(x, (module,))[0]], [plain])
+            return plain()
+        if self._ready is not None and self._ready[0] is x and module in self._ready[1]:
+            return self._ready[1].pop(module)
+        group = self.groups.get(module, (module,))
+        if any(self.found.get(_kind(each, x)) is None for each in group):
+            return plain()
+        own, *others = _products(x, group[group.index(module) :])
+        self._ready = x, dict(zip(group[group.index(module) + 1 :], others, strict=True))
+        return own
+
+    def _note(self, module: nn.Linear, x: Tensor) -> None:
+        """Notes linear layers that get one input, which is the same at all their calls."""
+        last = self._last
+        alike = last is not None and last[0] is x and len(last[2]) < LAYERS and _alike(last[2][0], module)
+        if last is None or not alike or module in last[2] or not torch.equal(x, last[1]):
+            self._last = last = x, x.clone(), []
+        last[2].append(module)
+        self.groups |= dict.fromkeys(last[2], tuple(last[2]))
 
     def _rotary(self, function: Forward, *args: Any, **kwargs: Any) -> Any:
         plain = partial(function, *args, **kwargs)
@@ -156,10 +194,27 @@ def _error(expected: Any, found: Any) -> float:
     if not _is_plain_tensor(expected) or expected.shape != found.shape or expected.dtype != found.dtype:
         return math.inf
     wide = expected.float()
-    allowed = max(torch.finfo(expected.dtype).eps / 4, 1e-6) * wide.norm()
+    allowed = max(torch.finfo(expected.dtype).eps, 1e-6) * wide.norm()
     # NaN, and results of zeros, which say nothing, are no agreement.
     error = float((found.float() - wide).norm() / allowed)
     return error if error == error else math.inf
+
+
+def _kind(module: nn.Linear, x: Tensor) -> Any:
+    """Kind of a linear layer and its input's rows: all that its kernel depends on."""
+    return type(module), module.weight.shape, module.bias is None, x.shape[:-1], x.dtype
+
+
+def _alike(one: nn.Linear, other: nn.Linear) -> bool:
+    """True for linear layers that one launch can compute over the same input."""
+    same_input = one.in_features == other.in_features and one.weight.dtype == other.weight.dtype
+    return same_input and (one.bias is None) == (other.bias is None)
+
+
+def _products(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
+    """Results of linear layers over one input."""
+    biases = [] if layers[0].bias is None else [each.bias for each in layers]
+    return linears(x, [each.weight for each in layers], biases)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -178,6 +233,7 @@ def _linears(module: nn.Module) -> tuple[nn.Linear, ...] | None:
         if all(type(x) is nn.Linear and _is_own(x) and not _has_hooks(x) for x in found):
             inner = [x for x in module.modules() if x is not module and x not in found]
             dense = all(_is_dense(p) for x in found for p in x.parameters(recurse=False))  # type: ignore[union-attr]
+            dense = dense and all(x.bias is None for x in found[:-1])  # type: ignore[union-attr]
             # The activation is between them, and nothing that has weights, or hooks, of its own.
             if dense and not any(_has_hooks(x) or next(x.parameters(), None) is not None for x in inner):
                 return tuple(found)  # type: ignore[arg-type]

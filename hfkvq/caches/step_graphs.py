@@ -224,12 +224,13 @@ class StepGraphs:
         preset: of the cache, by name and knobs.
 
     Attributes:
+        fuses: whether modules around attention are fused in captured steps.
         spare: buffers of caches of the same kind that are gone.
         states: recurrent ones, of the cache.
     """
 
     def __init__(self, cache: CapturableCache, preset: Any, sync: DeviceSync) -> None:
-        self._fuses = read_switch("HFKVQ_FUSION", False, "modules of captured steps are fused")
+        self.fuses = read_switch("HFKVQ_FUSION", True, "modules of captured steps are fused")
         self.sync = sync
         sync.captured = True
         # Reason of the last capture that failed.
@@ -464,7 +465,7 @@ class StepGraphs:
         self, model: Any, interceptor: CallInterceptor, step: Step, compares: bool
     ) -> contextlib.AbstractContextManager[None]:
         """The modules around attention, fused while a step of one token a row is recorded, if they are to be."""
-        if step.tokens > 1 or self.sync.first.layer.device.type not in DEVICES or not self._fuses:
+        if step.tokens > 1 or self.sync.first.layer.device.type not in DEVICES or not self.fuses:
             return contextlib.nullcontext()
         if interceptor.fusion is None:
             interceptor.fusion = Fusion()

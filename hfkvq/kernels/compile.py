@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .fused import Widths
 from .step import MAX_STEP, StepPlan
 
 SEVERAL = tuple(range(1, MAX_STEP + 1))
@@ -24,7 +25,11 @@ where its scheme gives their widths."""
 
 
 def compile_layers(
-    layers: Sequence[Layer], device: torch.device, steps: Sequence[int] = (1,), absent: int | None = None
+    layers: Sequence[Layer],
+    device: torch.device,
+    steps: Sequence[int] = (1,),
+    absent: int | None = None,
+    around: tuple[Widths, torch.dtype] | None = None,
 ) -> list[tuple[str, str]]:
     """Compiles all that layers launch for prompts and steps, side by side into Triton's cache, and waits for it.
 
@@ -36,6 +41,7 @@ def compile_layers(
         device: of their tensors.
         steps: tokens of the steps that come.
         absent: one of `GPUS`, in place of this process's own GPU; the process can launch nothing afterwards.
+        around: sizes and dtype of a model whose steps are fused around attention.
 
     Returns:
         Name of each kernel, and the compiler's error or "".
@@ -44,7 +50,7 @@ def compile_layers(
         return []
     own: Any = importlib.import_module("hfkvq.kernels.triton.variants")
     plain = dict.fromkeys((normal(plan), heads, rule) for plan, heads, rule in layers)
-    return own.compile_layers(list(plain), device, tuple(steps), absent)
+    return own.compile_layers(list(plain), device, tuple(steps), absent, around)
 
 
 def normal(plan: StepPlan) -> StepPlan:

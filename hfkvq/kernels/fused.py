@@ -1,9 +1,12 @@
-"""RMS norm, gated activation and rotary embedding, as they stand around attention, in one launch each.
+"""RMS norms, linear layers, gated MLPs and rotary embedding, as they stand around attention, in one launch each.
 
 Each rounds to the model's dtype where the model's own modules do, so that a step's numbers stay those of the model.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +19,30 @@ NORMS = ("rounded, then weighted", "weighted, then rounded", "weighted by 1 + we
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 """Activations of gated MLPs."""
+
+
+LAYERS = 3
+"""Linear layers that one launch computes: queries, keys and values."""
+
+
+class Widths(NamedTuple):
+    """Sizes of a model's layers, by which kernels are compiled ahead.
+
+    Attributes:
+        hidden: channels of hidden states.
+        intermediate: channels within the MLP.
+        heads: query heads.
+        kv_heads: KV heads.
+        head_dim: channels of a head.
+        rows: rows of a step's batch.
+    """
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rows: int
 
 
 @define("rms_norm")
@@ -49,32 +76,61 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: int) -> Tensor:
     return call(_rms_norm, x, x, weight, eps, form)
 
 
-@define("activated_product")
-def _activated_product(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    found = F.gelu(gate, approximate="tanh" if activation == 1 else "none") if activation else F.silu(gate)
-    return (found * up).contiguous()
+@define("linears")
+def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    return [F.linear(x, weight, *bias) for weight, *bias in zip(weights, *([biases] if biases else []), strict=True)]
 
 
-@_activated_product.register_fake
-def _(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+@_linears.register_fake
+def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty((*x.shape[:-1], each.shape[0]), dtype=x.dtype, device=x.device) for each in weights]
 
 
-triton_slot("activated_product", "fused:activated_product_triton")
+triton_slot("linears", "fused:linears_triton")
 
 
-def activated_product(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    """The product of a gated MLP, ``activation(gate) * up``.
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Linear layers over the same input, ``x Wᵀ + b`` each, summed in f32.
 
     Args:
-        gate: (..., N), also a part of a wider tensor.
-        up: (..., N), likewise.
+        x: (..., K).
+        weights: one to three of (N, K), in the dtype of x.
+        biases: (N,) of each; empty for none.
+
+    Returns:
+        (..., N) of each, in the dtype of x, contiguous.
+    """
+    return call(_linears, x, x, weights, biases)
+
+
+@define("gated_linear")
+def _gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    first, second = F.linear(x, gate), F.linear(x, up)
+    found = F.gelu(first, approximate="tanh" if activation == 1 else "none") if activation else F.silu(first)
+    return found * second
+
+
+@_gated_linear.register_fake
+def _(x: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    return torch.empty((*x.shape[:-1], gate.shape[0]), dtype=x.dtype, device=x.device)
+
+
+triton_slot("gated_linear", "fused:gated_linear_triton")
+
+
+def gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    """First half of a gated MLP, ``activation(x Gᵀ) * (x Uᵀ)``; both products are rounded before they are multiplied.
+
+    Args:
+        x: (..., K).
+        gate: G (N, K), in the dtype of x.
+        up: U (N, K), likewise.
         activation: index in `ACTIVATIONS`.
 
     Returns:
-        (..., N) in the dtype of gate, contiguous.
+        (..., N) in the dtype of x, contiguous.
     """
-    return call(_activated_product, gate, gate, up, activation)
+    return call(_gated_linear, x, x, gate, up, activation)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def model_on(device):
 def given(monkeypatch):
     """What is to be compiled: layers, device and tokens of steps of each call."""
     found = []
-    monkeypatch.setattr(compile, "compile_layers", lambda *given: found.append(given))
+    monkeypatch.setattr(compile, "compile_layers", lambda *given, around: found.append(given))
     compile._compile.cache_clear()
     yield found
     compile._compile.cache_clear()
@@ -56,7 +56,7 @@ def test_nothing_is_compiled_on_a_cpu(given):
 
 
 def test_what_fails_is_left_to_launches(monkeypatch, caplog):
-    def compile_layers(*_):
+    def compile_layers(*_, **__):
         raise raised
 
     monkeypatch.setattr(compile, "compile_layers", compile_layers)
@@ -108,7 +108,9 @@ def test_kernels_of_several_tokens_are_compiled_once_they_may_be_taken_back(give
 def test_kernels_are_compiled_before_the_first_layer(monkeypatch):
     """The cache asks again where its device is another, or steps may have several tokens, and not at each step."""
     asked = []
-    monkeypatch.setattr("hfkvq.caches.cache.compile_kernels", lambda config, layers, keys: asked.append(keys.device))
+    monkeypatch.setattr(
+        "hfkvq.caches.cache.compile_kernels", lambda config, layers, keys, fused: asked.append(keys.device)
+    )
     config = LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     cache = MixedKVCache(config, "saw-int4", graphs=False)
     keys = [

@@ -473,9 +473,12 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
         with case(f"around attention, heads of {dim}, {dtype}"):
             q, k = (torch.zeros(2, heads, 1, dim, dtype=dtype) for heads in (8, 2))
             fused.rotary(q, k, *torch.zeros(2, 2, 1, dim, dtype=dtype))
-            for form in range(3):
-                fused.rms_norm(q, torch.zeros(dim, dtype=dtype), 1e-6, form)
-                fused.activated_product(q, q, form)
+            fused.rms_norm(q, torch.zeros(dim, dtype=dtype), 1e-6, 0)
+            for rows in (1, 4):
+                x, weight = torch.zeros(rows, 8 * dim, dtype=dtype), torch.zeros(256, 8 * dim, dtype=dtype)
+                for biases in ((), (weight[:, 0].contiguous(),)):
+                    fused.linears(x, [weight], biases)
+                fused.gated_linear(x, weight, weight, 0)
     for dtype, dim, tokens in ((BF16, 128, 1024), (F16, 80, 1000)):
         with case(f"split_kv, heads of {dim}, {dtype}"):
             query, keys = torch.zeros(2, 8, 1, dim, dtype=dtype), torch.zeros(2, 2, tokens, dim, dtype=dtype)

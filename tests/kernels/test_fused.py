@@ -1,4 +1,4 @@
-"""Norms, gated activations and rotary embedding in one launch: the reference is PyTorch's, the kernel the reference."""
+"""Norms, linear layers, gated MLPs and rotary embedding in one launch: the kernel gives what PyTorch does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfkvq.kernels.dispatch import reference
-from hfkvq.kernels.fused import ACTIVATIONS, NORMS, activated_product, rms_norm, rotary
+from hfkvq.kernels.fused import ACTIVATIONS, NORMS, gated_linear, linears, rms_norm, rotary
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -41,14 +41,52 @@ def test_norm_of_the_formula(backend):
         torch.testing.assert_close(found.cpu().double(), exact * factor, rtol=1e-5, atol=1e-5)
 
 
+SHAPES = [(1, 64), (2, 576), (3, 200), (16, 128), (40, 64)]
+"""Rows and channels: of both kinds of tiles, with a part of one at the end, too."""
+
+
+def assert_near_exact(found, exact):
+    """As near to what f64 gives as PyTorch's own product is, which rounds once."""
+    assert found.is_contiguous()
+    error = (found.double() - exact).norm() / exact.norm()
+    assert error <= 2 * ((exact.to(found.dtype).double() - exact).norm() / exact.norm()) + 1e-6
+
+
+def drawn(*shape, device, dtype):
+    return (torch.randn(*shape) / shape[-1] ** 0.25).to(device, dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_linears(triton_backend, rows, width, biased, dtype):
+    x = drawn(rows, 1, width, device=triton_backend, dtype=dtype)
+    weights = [drawn(size, width, device=triton_backend, dtype=dtype) for size in (70, 24, 33)]
+    biases = [drawn(each.shape[0], device=triton_backend, dtype=dtype) for each in weights] if biased else []
+    for count in (1, 2, 3):
+        found = linears(x, weights[:count], biases[:count])
+        for i, out in enumerate(found):
+            exact = torch.nn.functional.linear(
+                x.double(), weights[i].double(), *(b.double() for b in biases[i : i + 1])
+            )
+            assert_near_exact(out, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
 @pytest.mark.parametrize("activation", range(len(ACTIVATIONS)))
-def test_products(triton_backend, activation, dtype):
-    """Also of gates and inputs that one product of matrices has given."""
-    both = (4 * torch.randn(2, 1, 2 * 700)).to(triton_backend, dtype)
-    for gate, up in (both.chunk(2, dim=-1), [x.contiguous() for x in both.chunk(2, dim=-1)]):
-        found = activated_product(gate, up, activation)
-        assert_near(found, reference("activated_product")(gate, up, activation))
+def test_gated_linear(triton_backend, rows, width, activation, dtype):
+    """Weights also as parts of one."""
+    x = drawn(rows, 1, width, device=triton_backend, dtype=dtype)
+    gate, up = drawn(2 * 70, width, device=triton_backend, dtype=dtype).chunk(2)
+    found = gated_linear(x, gate, up, activation)
+    first, second = (torch.nn.functional.linear(x.double(), each.double()).to(dtype).double() for each in (gate, up))
+    gelu = {1: "tanh", 2: "none"}.get(activation)
+    first = torch.nn.functional.silu(first) if gelu is None else torch.nn.functional.gelu(first, approximate=gelu)
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    eps = torch.finfo(dtype).eps
+    assert (found.double() - first * second).norm() <= max(eps, 2e-6) * (first * second).norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,4 +102,6 @@ def test_rotary(triton_backend, rows, angles, tokens, dtype):
 def test_no_rows(backend):
     nothing = torch.empty(0, 1, 32, device=backend)
     assert rms_norm(nothing, torch.ones(32, device=backend), 1e-6, 0).shape == (0, 1, 32)
-    assert activated_product(nothing, nothing, 0).shape == (0, 1, 32)
+    weight = torch.ones(8, 32, device=backend)
+    assert linears(nothing, [weight])[0].shape == (0, 1, 8)
+    assert gated_linear(nothing, weight, weight, 0).shape == (0, 1, 8)

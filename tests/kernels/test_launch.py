@@ -371,9 +371,14 @@ def call_norm(batch, dim, form, dtype, shift=0):
     fused.rms_norm(blank(batch, 1, dim, dtype=dtype, shift=shift), blank(dim, dtype=dtype, shift=shift), 1e-6, form)
 
 
-def call_product(batch, dim, activation, dtype, joined, shift=0):
-    both = blank(batch, 1, 2 * dim, dtype=dtype, shift=shift).chunk(2, dim=-1)
-    fused.activated_product(*(both if joined else [x.contiguous() for x in both]), activation)
+def call_linears(batch, width, sizes, biased, dtype, shift=0):
+    x, *weights = (blank(n, width, dtype=dtype, shift=shift) for n in (batch, *sizes))
+    fused.linears(x, weights, [blank(n, dtype=dtype, shift=shift) for n in sizes] if biased else [])
+
+
+def call_gated(batch, width, size, activation, dtype, shift=0):
+    x, *weights = (blank(n, width, dtype=dtype, shift=shift) for n in (batch, size, size))
+    fused.gated_linear(x, *weights, activation)
 
 
 def call_rotary(batch, heads, tokens, dim, angles, dtype, shift=0):
@@ -533,9 +538,19 @@ CALLS: dict[str, tuple[Any, dict[str, tuple[Any, ...]]]] = {
         call_norm,
         {"batch": (2, 1), "dim": (64, 80), "form": (0, 1, 2), "dtype": (F16, F32)},
     ),
-    "product": (
-        call_product,
-        {"batch": (2, 1), "dim": (64, 80), "activation": (0, 1, 2), "dtype": (F16, F32), "joined": (True, False)},
+    "linears": (
+        call_linears,
+        {
+            "batch": (2, 1, 3, 40),
+            "width": (64, 200),
+            "sizes": ((70, 24, 33), (70, 24), (70,), (24, 70, 33)),
+            "biased": (False, True),
+            "dtype": (F16,),
+        },
+    ),
+    "gated": (
+        call_gated,
+        {"batch": (2, 1, 3, 40), "width": (64, 200), "size": (70, 24), "activation": (0, 1, 2), "dtype": (F16,)},
     ),
     "rotary": (
         call_rotary,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -11,47 +13,140 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch import reference
-from ._lib import DOT_DTYPES, cdiv, power
+from ..fused import LAYERS, Widths
+from ._lib import DOT_DTYPES, capability, cdiv, power
+from .compile import Wanted
 from .launch import Launch
+from .limits import LIMITS
+
+ROWS = 64
+"""Most rows of a step whose linear layers run here; PyTorch's products are as fast for more."""
+
+HALVES = (torch.bfloat16, torch.float16)
 
 WIDEST = 16384
 """Channels of a norm that a program holds at once; wider ones take the reference."""
 
 
-@triton.jit
-def rms_norm_kernel(x, weight, out, eps, D: tl.constexpr, BD: tl.constexpr, FORM: tl.constexpr):
-    """One row; see `hfkvq.kernels.fused.NORMS` for FORM."""
+@triton.jit(do_not_specialize=["form"])
+def rms_norm_kernel(x, weight, out, eps, form, D: tl.constexpr, BD: tl.constexpr):
+    """One row; see `hfkvq.kernels.fused.NORMS` for its form."""
     i_r = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     b_x = tl.load(x + i_r * D + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_w = tl.load(weight + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_x *= tl.rsqrt(tl.sum(b_x * b_x, 0) / D + eps)
-    if FORM == 0:
-        b_x = b_x.to(out.dtype.element_ty).to(tl.float32)
-    if FORM == 2:
-        b_w += 1.0
+    b_x = tl.where(form == 0, b_x.to(out.dtype.element_ty).to(tl.float32), b_x)
+    b_w = tl.where(form == 2, b_w + 1.0, b_w)
     tl.store(out + i_r * D + o_d, (b_x * b_w).to(out.dtype.element_ty), mask=m_d)
 
 
-@triton.jit(do_not_specialize=["N", "s_gate", "s_up"])
-def activated_product_kernel(gate, up, out, s_gate, s_up, N, BN: tl.constexpr, ACTIVATION: tl.constexpr):
-    """BN channels of a row; see `hfkvq.kernels.fused.ACTIVATIONS` for ACTIVATION."""
-    i_r = tl.program_id(1).to(tl.int64)
-    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
-    m_n = o_n < N
-    b_x = tl.load(gate + i_r * s_gate + o_n, mask=m_n, other=0.0).to(tl.float32)
-    b_up = tl.load(up + i_r * s_up + o_n, mask=m_n, other=0.0).to(tl.float32)
-    if ACTIVATION == 0:
+@triton.jit
+def _sums(
+    x, w, u, i, M, N, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """Products of BM rows of ``x`` with BN rows of ``w``, and of ``u`` unless it is None, in f32.
+
+    A program of one output channel (BN = 1) sums products in registers, [BM]; others take tensor cores, [BN, BM].
+    Rows beyond the last repeat it, so that nothing but channels is masked.
+    """
+    o_m = tl.minimum(tl.arange(0, BM), M - 1)
+    o_k = tl.arange(0, BK)
+    if BN == 1:
+        p_w = i.to(tl.int64) * K + o_k
+        p_x = x + o_m[:, None] * K + o_k[None, :]
+        b_first = tl.zeros([BM, BK], tl.float32)
+        b_second = b_first
+        for k in tl.range(0, K, BK, num_stages=1):
+            m_k = k + o_k < K
+            b_x = tl.load(p_x + k, mask=m_k[None, :], other=0.0).to(tl.float32)
+            b_w = tl.load(w + p_w + k, mask=m_k, other=0.0, eviction_policy="evict_first")
+            b_first += b_w.to(tl.float32)[None, :] * b_x
+            if u is not None:
+                b_w = tl.load(u + p_w + k, mask=m_k, other=0.0, eviction_policy="evict_first")
+                b_second += b_w.to(tl.float32)[None, :] * b_x
+        return tl.sum(b_first, 1), tl.sum(b_second, 1)
+    else:
+        o_n = tl.minimum(i * BN + tl.arange(0, BN), N - 1)
+        p_w = o_n.to(tl.int64)[:, None] * K + o_k[None, :]
+        p_x = x + o_m[None, :] * K + o_k[:, None]
+        b_first = tl.zeros([BN, BM], tl.float32)
+        b_second = b_first
+        for k in tl.range(0, K, BK, num_stages=STAGES):
+            if K % BK == 0:
+                b_x = tl.load(p_x + k)
+                b_first = tl.dot(tl.load(w + p_w + k, eviction_policy="evict_first"), b_x, b_first)
+                if u is not None:
+                    b_second = tl.dot(tl.load(u + p_w + k, eviction_policy="evict_first"), b_x, b_second)
+            else:
+                m_k = k + o_k < K
+                b_x = tl.load(p_x + k, mask=m_k[:, None], other=0.0)
+                b_first = tl.dot(tl.load(w + p_w + k, mask=m_k[None, :], other=0.0), b_x, b_first)
+                if u is not None:
+                    b_second = tl.dot(tl.load(u + p_w + k, mask=m_k[None, :], other=0.0), b_x, b_second)
+        return b_first, b_second
+
+
+@triton.jit(do_not_specialize=["M", "N0", "N1", "N2"])
+def linears_kernel(
+    x, weights, biases, outs, M, N0, N1, N2,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """BN channels of one of three layers, of N0, N1 and N2 channels; programs count through them."""
+    i = tl.program_id(0)
+    w, out, N = weights[0], outs[0], N0
+    if biases is not None:
+        bias = biases[0]
+    if i >= tl.cdiv(N0, BN):
+        i -= tl.cdiv(N0, BN)
+        w, out, N = weights[1], outs[1], N1
+        if biases is not None:
+            bias = biases[1]
+        if i >= tl.cdiv(N1, BN):
+            i -= tl.cdiv(N1, BN)
+            w, out, N = weights[2], outs[2], N2
+            if biases is not None:
+                bias = biases[2]
+    b_y, _ = _sums(x, w, None, i, M, N, K, BM, BN, BK, STAGES)
+    o_m = tl.arange(0, BM)
+    if BN == 1:
+        if biases is not None:
+            b_y += tl.load(bias + i).to(tl.float32)
+        tl.store(out + o_m * N + i, b_y.to(out.dtype.element_ty), mask=o_m < M)
+    else:
+        o_n = i * BN + tl.arange(0, BN)
+        if biases is not None:
+            b_y += tl.load(bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[:, None]
+        m_y = (o_n < N)[:, None] & (o_m < M)[None, :]
+        tl.store(out + o_m[None, :] * N + o_n[:, None], b_y.to(out.dtype.element_ty), mask=m_y)
+
+
+@triton.jit(do_not_specialize=["activation", "M", "N"])
+def gated_linear_kernel(
+    x, gate, up, out, activation, M, N,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """BN channels; see `hfkvq.kernels.fused.ACTIVATIONS` for the activation."""
+    i = tl.program_id(0)
+    kind = out.dtype.element_ty
+    b_x, b_up = _sums(x, gate, up, i, M, N, K, BM, BN, BK, STAGES)
+    b_x = b_x.to(kind).to(tl.float32)
+    if activation == 0:
         b_y = b_x / (1.0 + tl.exp(-b_x))
-    elif ACTIVATION == 1:
+    elif activation == 1:
         # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2z)).
         b_z = 0.7978845608028654 * (b_x + 0.044715 * b_x * b_x * b_x)
         b_y = b_x / (1.0 + tl.exp(-2.0 * b_z))
     else:
         b_y = 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
-    b_y = b_y.to(out.dtype.element_ty).to(tl.float32) * b_up
-    tl.store(out + i_r * N + o_n, b_y.to(out.dtype.element_ty), mask=m_n)
+    b_y = (b_y.to(kind).to(tl.float32) * b_up.to(kind).to(tl.float32)).to(kind)
+    o_m = tl.arange(0, BM)
+    if BN == 1:
+        tl.store(out + o_m * N + i, b_y, mask=o_m < M)
+    else:
+        o_n = i * BN + tl.arange(0, BN)
+        tl.store(out + o_m[None, :] * N + o_n[:, None], b_y, mask=(o_n < N)[:, None] & (o_m < M)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "s_qb", "s_qh", "s_qt", "s_kb", "s_kh", "s_kt", "s_angle"])
@@ -111,32 +206,94 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, form: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _norm_launch(rows: int, dim: int, eps: float, form: int, dtype: torch.dtype, device: torch.device) -> Launch:
-    constants = {"D": dim, "BD": power(dim), "FORM": form, "num_warps": max(1, min(16, power(dim) // 512))}
-    return Launch(rms_norm_kernel, (rows,), {"eps": eps}, constants | {"enable_fp_fusion": False}, device)
+    constants = {"D": dim, "BD": power(dim), "num_warps": max(1, min(16, power(dim) // 512))}
+    return Launch(rms_norm_kernel, (rows,), {"eps": eps, "form": form}, constants | {"enable_fp_fusion": False}, device)
 
 
-def activated_product_triton(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    """Launcher of `hfkvq.kernels.activated_product`."""
-    width, whole = gate.shape[-1], gate.shape
-    if not _takes(gate, up):
-        return reference("activated_product")(gate, up, activation)
-    gate, up = (x.reshape(-1, width) for x in (gate, up))
-    gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
-    out = torch.empty(whole, dtype=gate.dtype, device=gate.device)
-    if out.numel():
-        strides = gate.stride(0), up.stride(0)
-        _product_launch(gate.shape, strides, activation, gate.dtype, gate.device)(gate, up, out)
+def linears_triton(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    """Launcher of `hfkvq.kernels.linears`."""
+    rows = _rows(x, *weights, *biases)
+    if not rows or len(weights) > LAYERS:
+        return reference("linears")(x, weights, biases)
+    outs = [torch.empty((*x.shape[:-1], each.shape[0]), dtype=x.dtype, device=x.device) for each in weights]
+    sizes = tuple([each.shape[0] for each in weights])
+    _linears_launch(rows, sizes, x.shape[-1], bool(biases), x.dtype, x.device)(x, *weights, *biases, *outs)
+    return outs
+
+
+@lru_cache(maxsize=1024)
+def _linears_launch(
+    rows: int, sizes: tuple[int, ...], width: int, biased: bool, dtype: torch.dtype, device: torch.device
+) -> Launch:
+    constants = _tiles(rows, width, 1, device)
+    numbers = {"M": rows} | {f"N{i}": n for i, n in enumerate([*sizes, *[0] * LAYERS][:LAYERS])}
+    grid = (sum(cdiv(size, constants["BN"]) for size in sizes),)
+
+    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
+        n = len(sizes)
+        own = [tuple([*given[at : at + n], *[given[at]] * LAYERS][:LAYERS]) for at in range(1, len(given), n)]
+        return given[0], own[0], own[1] if biased else None, own[-1]
+
+    return Launch(linears_kernel, grid, numbers, constants, device, nest)
+
+
+def gated_linear_triton(x: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    """Launcher of `hfkvq.kernels.gated_linear`."""
+    rows = _rows(x, gate, up)
+    if not rows:
+        return reference("gated_linear")(x, gate, up, activation)
+    out = torch.empty((*x.shape[:-1], gate.shape[0]), dtype=x.dtype, device=x.device)
+    _gated_launch(rows, gate.shape[0], x.shape[-1], activation, x.dtype, x.device)(x, gate, up, out)
     return out
 
 
 @lru_cache(maxsize=1024)
-def _product_launch(
-    shape: tuple[int, ...], strides: tuple[int, int], activation: int, dtype: torch.dtype, device: torch.device
+def _gated_launch(
+    rows: int, size: int, width: int, activation: int, dtype: torch.dtype, device: torch.device
 ) -> Launch:
-    rows, width = shape
-    numbers = {"s_gate": strides[0], "s_up": strides[1], "N": width}
-    constants = {"BN": 512, "ACTIVATION": activation, "enable_fp_fusion": False, "num_warps": 4}
-    return Launch(activated_product_kernel, (cdiv(width, 512), rows), numbers, constants, device)
+    constants = _tiles(rows, width, 2, device)
+    numbers = {"activation": activation, "M": rows, "N": size}
+    return Launch(gated_linear_kernel, (cdiv(size, constants["BN"]),), numbers, constants, device)
+
+
+def _rows(x: Tensor, *others: Tensor) -> int:
+    """Rows of a product that kernels compute; 0 where PyTorch's is to be taken."""
+    width = x.shape[-1]
+    rows = x.numel() // width if width else 0
+    taken = x.dtype in HALVES and _takes(x, *others) and all(each.is_contiguous() for each in (x, *others))
+    return rows if taken and rows <= ROWS and width % 8 == 0 else 0
+
+
+def _tiles(rows: int, width: int, weights: int, device: torch.device) -> dict[str, Any]:
+    """Sizes of a program's tiles, as they were the fastest of some hundred on an H100 (docs/speed.md)."""
+    if rows <= 2:
+        size = min(2048, power(width))
+        return {"K": width, "BM": rows, "BN": 1, "BK": size, "STAGES": 1, "num_warps": max(1, size // 256)}
+    height = max(16, power(rows))
+    size = 128 if width % 128 == 0 else 64
+    limits = LIMITS.get(capability(device))
+    stages = (limits.most_shared if limits else 48 << 10) // (2 * size * (64 * weights + height))
+    stages = max(1, min(5 if weights == 1 else 3, stages))
+    return {"K": width, "BM": height, "BN": 64, "BK": size, "STAGES": stages, "num_warps": 4}
+
+
+def fused_wanted(widths: Widths, dtype: torch.dtype, device: torch.device) -> Iterator[Wanted]:
+    """Kernels that steps of a model launch around attention, as far as its sizes tell."""
+    hidden, intermediate, heads, kv_heads, dim, rows = widths
+    for each in {hidden, dim}:
+        if each <= WIDEST:
+            yield _norm_launch(rows, each, 1e-6, 0, dtype, device).wanted([dtype] * 3)
+    q, k = (((1, n, 1, dim), (n * dim, dim, n * dim, 1)) for n in (heads, kv_heads))
+    if dim % 2 == 0:
+        yield _rotary_launch(*q, kv_heads, k[1], 0, dtype, device).wanted([dtype] * 6)
+    if dtype in HALVES and rows <= ROWS:
+        for width in {hidden, intermediate, heads * dim}:
+            if width % 8 == 0:
+                yield _linears_launch(rows, (1,), width, False, dtype, device).wanted([dtype] * 3)
+        if hidden % 8 == 0:
+            # Qwen2's queries, keys and values have biases, of which its config says nothing.
+            yield _linears_launch(rows, (1,), hidden, True, dtype, device).wanted([dtype] * 4)
+            yield _gated_launch(rows, 1, hidden, 0, dtype, device).wanted([dtype] * 4)
 
 
 def rotary_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

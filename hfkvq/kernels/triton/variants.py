@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..compile import Layer
+from ..fused import Widths
 from ..norms import Balance
 from ..pages import SIDES, PageFormat
 from ..step import StepPlan
@@ -15,6 +16,7 @@ from .append import NewTokens, append_launch
 from .compile import GPUS, Compiled, Wanted, compile_all, leave_gpu_alone
 from .decode import decode_wanted
 from .due import due_launch
+from .fused import fused_wanted
 from .hadamard import hadamard_wanted
 from .latent import latent_wanted
 from .moments import moments_wanted
@@ -34,7 +36,11 @@ WINDOW = 32
 
 
 def compile_layers(
-    layers: Sequence[Layer], device: torch.device, steps: Sequence[int], absent: int | None
+    layers: Sequence[Layer],
+    device: torch.device,
+    steps: Sequence[int],
+    absent: int | None,
+    around: tuple[Widths, torch.dtype] | None,
 ) -> list[Compiled]:
     """See `hfkvq.kernels.compile.compile_layers`."""
     if INTERPRETED.value:
@@ -42,6 +48,7 @@ def compile_layers(
     if absent is not None:
         leave_gpu_alone(GPUS[absent])
     every = [each for layer in layers for each in wanted(*layer, steps, device)]
+    every += fused_wanted(*around, device) if around else ()
     return compile_all(every, device if absent is None else None)
 
 
