@@ -381,9 +381,9 @@ class StepGraphs:
     def _run(self, model: Any, interceptor: CallInterceptor, cache: CapturableCache, step: Step) -> tuple[bool, Any]:
         sync = self.sync
         # Graphs know where smoothing vectors lie, and keep them.
-        smoothing = tuple(steps.layer.smoothing for steps in sync.members)
+        smoothing = tuple([steps.layer.smoothing for steps in sync.members])
         shapes = tuple((name, x.shape, x.dtype, x.device) for name, x in step.tensors.items())
-        kind = (id(model), self._setting(model), tuple(step.rest.items()), shapes, smoothing)
+        kind = (id(model), self.fuses, self._setting(model), tuple(step.rest.items()), shapes, smoothing)
         if kind in self._failed:
             return False, None
         if sync.stale:

@@ -87,7 +87,10 @@ class CallInterceptor:
         As far as `check_hooks` has noted them; what a module does by a flag of its own is not seen.
         """
         model: Any = self._model()
-        hooks = tuple(key for own in self._hooks if own for key, hook in own.items() if not is_known(hook))
+        hooks: tuple[Any, ...] = ()
+        # Of some thousand dictionaries nearly always all are empty.
+        if any(self._hooks):
+            hooks = tuple(key for own in self._hooks for key, hook in own.items() if not is_known(hook))
         tensors = [ref() for ref in self._tensors]
         places = tuple([0 if x is None else x.data_ptr() for x in tensors])
         adapters = [getattr(model, "_hf_peft_config_loaded", None), len(getattr(model, "peft_config", None) or ())]
