@@ -88,7 +88,7 @@ class CallInterceptor:
         """
         model: Any = self._model()
         hooks: tuple[Any, ...] = ()
-        # Of some thousand dictionaries nearly always all are empty.
+        # Hooks are in some thousand dictionaries, nearly always empty ones.
         if any(self._hooks):
             hooks = tuple(key for own in self._hooks for key, hook in own.items() if not is_known(hook))
         tensors = [ref() for ref in self._tensors]
