@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # The contents, by heading. They stand here, since the README is to be readable where nothing builds it.
 PAGES = {
     "Guides": [
-        *("docs/choosing", "docs/schemes", "docs/models", "docs/saved_prompts", "docs/serving", "docs/speed"),
-        *("docs/agents", "docs/tuning", "docs/evaluation"),
+        *("docs/choosing", "docs/schemes", "docs/models", "docs/saved_prompts", "docs/serving", "docs/vllm"),
+        *("docs/speed", "docs/agents", "docs/tuning", "docs/evaluation"),
     ],
     "Reference": ["docs/api"],
     "Measurements": ["docs/results", "docs/real_model", "docs/papers", "evals/README"],

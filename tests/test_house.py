@@ -16,6 +16,7 @@ LAYERS = (
     "hfkvq.progress",
     "hfkvq.measure",
     "hfkvq.serving",
+    "hfkvq.vllm",
     "hfkvq.lm_eval",
     "hfkvq.tuning",
 )

@@ -1,0 +1,321 @@
+"""The backend for vLLM: batches over random block tables, tokens of `generate`, and refusals; vLLM is stood in for."""
+
+import importlib
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+import hfkvq.vllm
+from hfkvq import MixedKVCache, get_scheme, kernels
+from hfkvq.kernels import use_interpreter
+from hfkvq.vllm import pages, smoothing
+from tests.vllm.stand_in import install
+
+HEADS, QUERY_HEADS, DIM, BLOCKS = 2, 4, 64, 24
+SCHEMES = ["saw-int4", "saw-int4-kv", "int4"]
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """The module, with nothing set."""
+    install(monkeypatch)
+    monkeypatch.delenv("HFKVQ_SMOOTHING", raising=False)
+    monkeypatch.setenv("HFKVQ_SCHEME", "saw-int4")
+    return importlib.import_module("hfkvq.vllm.backend")
+
+
+def config_of(**text):
+    text = SimpleNamespace(**{"num_hidden_layers": 2, "model_type": "llama"} | text)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=text, max_model_len=1024, dtype=torch.float32),
+        speculative_config=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
+    )
+
+
+class Engine:
+    """Blocks of one layer, handed out at random, and its batches."""
+
+    def __init__(self, backend, monkeypatch, heads=HEADS, query_heads=QUERY_HEADS, dim=DIM, **text):
+        config = config_of(**text)
+        monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
+        self.heads, self.query_heads, self.dim = heads, query_heads, dim
+        shape = backend.Backend.get_kv_cache_shape(BLOCKS, 128, heads, dim)
+        self.cache = torch.zeros(shape, dtype=torch.uint8)
+        spec = SimpleNamespace(num_kv_heads=heads, head_size=dim)
+        self.builder = backend.Builder(spec, [], config, torch.device("cpu"))
+        self.impl = backend.Attention(query_heads, dim, dim**-0.5, heads)
+        self.free = (torch.randperm(BLOCKS - 1) + 1).tolist()
+        self.blocks, self.held = {}, {}
+
+    def run(self, counts, query, key, value, padded=0):
+        """Attention of new tokens, how many by request, and what it should be from dequantized pages."""
+        starts = [0, *itertools.accumulate(counts.values())]
+        lengths = [self.held.get(name, 0) + count for name, count in counts.items()]
+        table = torch.zeros(len(counts) + padded, 8, dtype=torch.int32)
+        for i, (name, length) in enumerate(zip(counts, lengths, strict=True)):
+            own = self.blocks.setdefault(name, [])
+            own += [self.free.pop() for _ in range(math.ceil(length / 128) - len(own))]
+            table[i, : len(own)] = torch.tensor(own)
+        known = torch.tensor(lengths + [0] * padded, dtype=torch.int32)
+        given = SimpleNamespace(
+            query_start_loc_cpu=torch.tensor(starts + starts[-1:] * padded), seq_lens=known,
+            seq_lens_cpu_upper_bound=known, num_reqs=len(known), num_actual_tokens=len(query), block_table_tensor=table,
+        )  # fmt: skip
+        expected = self.expected(counts, starts, query, key, value, table)
+        out = torch.full((len(query), self.query_heads * self.dim), torch.nan)
+        layer = SimpleNamespace(layer_name="model.layers.1.self_attn.attn")
+        self.impl.forward(layer, query, key, value, self.cache, self.builder.build(0, given), out)
+        self.held |= dict(zip(counts, lengths, strict=True))
+        return out.view(-1, self.query_heads, self.dim), expected
+
+    def dense(self, at, table, tokens):
+        """Keys or values (tokens, H, D) of a request's blocks, from the bytes, by plain PyTorch."""
+        own = self.impl._pages
+        fmt, side = own.form.runs[0][at], ("keys", "values")[at]
+        ids = table[: math.ceil(tokens / 128)].long()
+        found = kernels.dequantize_pages([part[ids] for part in own.parts[at]], fmt, side, self.dim).float()
+        rotation = own.form.rotate_values if at else own.form.rotate_keys
+        return kernels.hadamard(found.transpose(1, 2).flatten(0, 1)[:tokens], rotation, back=True)
+
+    def expected(self, counts, starts, query, key, value, table):
+        found, share = [], self.query_heads // self.heads
+        for i, (name, count) in enumerate(counts.items()):
+            own, held = slice(starts[i], starts[i + 1]), self.held.get(name, 0)
+            before = [self.dense(at, table[i], held) for at in (0, 1)] if held else [key[:0], value[:0]]
+            keys, values = (torch.cat([x, y[own]]) for x, y in zip(before, (key, value), strict=True))
+            keys, values = (x.repeat_interleave(share, 1) for x in (keys, values))
+            logits = torch.einsum("qhd,khd->hqk", query[own], keys) * self.dim**-0.5
+            unseen = torch.arange(len(keys)) > torch.arange(held, held + count)[:, None]
+            found.append(torch.einsum("hqk,khd->qhd", logits.masked_fill(unseen, -torch.inf).softmax(-1), values))
+        return torch.cat(found)
+
+    def random(self, counts, **given):
+        n = sum(counts.values())
+        shapes = (self.query_heads, self.heads, self.heads)
+        # Parts of one projection, as vLLM hands them on.
+        whole = torch.randn(n + given.get("padded", 0), sum(shapes) * self.dim)
+        query, key, value = (
+            x.unflatten(1, (-1, self.dim)) for x in whole.split([heads * self.dim for heads in shapes], 1)
+        )
+        return self.run(counts, query, key, value, **given)
+
+
+KINDS = {
+    "steps": ({"a": 31, "b": 39}, {"a": 1, "b": 1}),
+    "prompts": ({}, {"a": 31, "b": 140}),
+    "chunks": ({"a": 24, "b": 32}, {"a": 8, "b": 8}),
+    "steps and chunks": ({"a": 31, "b": 39, "c": 43, "d": 51}, {"a": 1, "b": 1, "c": 5, "d": 5}),
+    "long steps": ({"a": 127, "b": 128, "c": 255, "d": 300}, dict.fromkeys("abcd", 1)),
+    "long chunks": ({"a": 240, "b": 112, "c": 120}, {"a": 16, "b": 16, "c": 16}),
+    "long steps and chunks": ({"a": 127, "b": 256, "c": 121, "d": 260}, {"a": 1, "b": 1, "c": 7, "d": 7}),
+    "one step": ({"a": 129}, {"a": 1}),
+    "one chunk": ({"a": 65}, {"a": 64}),
+    "one prompt": ({}, {"a": 257}),
+    "chunks and prompts": ({"a": 128, "c": 5}, {"a": 3, "b": 20, "c": 130, "d": 131}),
+    "everything": ({"a": 128, "b": 1, "d": 130}, {"a": 1, "b": 1, "e": 1, "c": 2, "d": 9, "f": 40}),
+    "first tokens": ({}, {"a": 1, "b": 1}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_batches_attend_to_what_blocks_hold(backend, monkeypatch, scheme, kind):
+    monkeypatch.setenv("HFKVQ_SCHEME", scheme)
+    engine = Engine(backend, monkeypatch)
+    before, counts = KINDS[kind]
+    if before:
+        engine.random(before)
+    out, expected = engine.random(counts)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["steps and chunks", "everything"])
+def test_kernels_attend_as_the_reference_does(backend, monkeypatch, kind):
+    engine = Engine(backend, monkeypatch)
+    before, counts = KINDS[kind]
+    with use_interpreter():
+        engine.random(before)
+        out, expected = engine.random(counts)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_tokens_are_stored_where_they_belong(backend, monkeypatch):
+    """Whatever the batches, bytes are those of all tokens at once, and no other block is written."""
+    parts, whole = Engine(backend, monkeypatch), Engine(backend, monkeypatch)
+    query, key, value = torch.randn(150, QUERY_HEADS, DIM), torch.randn(150, HEADS, DIM), torch.randn(150, HEADS, DIM)
+    parts.free = whole.free = [5, 9]
+    at = 0
+    for count in (3, 1, 120, 1, 1, 1, 1, 20, 2):
+        own = slice(at, at + count)
+        parts.run({"a": count}, query[own], key[own], value[own])
+        at += count
+    whole.free = [5, 9]
+    whole.run({"a": 150}, query, key, value)
+    assert torch.equal(parts.cache, whole.cache)
+    pages = whole.impl._pages.parts[0][0].flatten(1).any(1)
+    assert pages.nonzero().flatten().tolist() == [5, 9]
+
+
+def test_padding_writes_nothing_and_requests_share_blocks(backend, monkeypatch):
+    engine = Engine(backend, monkeypatch)
+    engine.random({"a": 130})
+    before = engine.cache.clone()
+    out, expected = engine.random({"a": 1}, padded=3)
+    torch.testing.assert_close(out[:1], expected, atol=2e-5, rtol=2e-5)
+    assert out.isfinite().all()
+    # One token of keys and of values: codes, a scale and a minimum each.
+    assert (engine.cache != before).sum() <= HEADS * (DIM + 8)
+    # A request whose first block is another's.
+    engine.blocks["b"], engine.held["b"] = [engine.blocks["a"][0]], 128
+    out, expected = engine.random({"a": 1, "b": 9})
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_tokens_are_those_of_generate(backend, monkeypatch, tmp_path):
+    """A model of which each layer's attention is the backend's."""
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=512, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    prompt = torch.randint(3, 128, (1, 140))
+    scheme = get_scheme("saw-int4").shared
+    expected = model.generate(
+        prompt, past_key_values=MixedKVCache(model, scheme), max_new_tokens=12, do_sample=False, eos_token_id=None
+    )[0, 140:].tolist()
+
+    path = str(tmp_path / "smoothing.safetensors")
+    assert smoothing.save(model, path) == 2
+    monkeypatch.setenv("HFKVQ_SMOOTHING", path)
+    engines = [Engine(backend, monkeypatch, 1, 2, 32) for _ in range(2)]
+
+    def attend(module, query, key, value, mask, **given):
+        layer = SimpleNamespace(layer_name=f"model.layers.{module.layer_idx}.self_attn.attn")
+        engine, (q, k, v) = engines[module.layer_idx], (x[0].transpose(0, 1) for x in (query, key, value))
+        return engine.step(layer, q, k, v)[None], None
+
+    def step(engine, layer, q, k, v):
+        length = engine.held.get("a", 0) + len(q)
+        table = torch.tensor([[3, 7, 0]], dtype=torch.int32)
+        known = torch.tensor([length], dtype=torch.int32)
+        batch = SimpleNamespace(
+            query_start_loc_cpu=torch.tensor([0, len(q)]), seq_lens=known, seq_lens_cpu_upper_bound=None, num_reqs=1,
+            num_actual_tokens=len(q), block_table_tensor=table,
+        )  # fmt: skip
+        out = torch.empty(len(q), 2, 32)
+        engine.impl.forward(layer, q, k, v, engine.cache, engine.builder.build(0, batch), out)
+        engine.held["a"] = length
+        return out
+
+    monkeypatch.setattr(Engine, "step", step, raising=False)
+    AttentionInterface.register("hfkvq_vllm_test", attend)
+    model.set_attn_implementation("hfkvq_vllm_test")
+    found, ids, at = [], prompt, 0
+    for _ in range(12):
+        places = torch.arange(at, at + ids.shape[1])[None]
+        with torch.no_grad():
+            logits = model(ids, position_ids=places, use_cache=False).logits
+        at += ids.shape[1]
+        ids = logits[:, -1:].argmax(-1)
+        found.append(ids.item())
+    assert found == expected
+
+
+def test_wide_key_channels_are_smoothed(backend, monkeypatch, tmp_path):
+    """Keys with a bias a hundred times as wide as they are: 4 bits hold them by the file's vectors alone."""
+    monkeypatch.setenv("HFKVQ_SCHEME", "int4")
+    query, key, value = torch.randn(64, QUERY_HEADS, DIM), torch.randn(64, HEADS, DIM), torch.randn(64, HEADS, DIM)
+    bias = torch.zeros(DIM)
+    bias[5] = 100.0
+    step = torch.randn(1, QUERY_HEADS, DIM), torch.randn(1, HEADS, DIM) + bias, torch.randn(1, HEADS, DIM)
+
+    def loss():
+        engine = Engine(backend, monkeypatch)
+        engine.run({"a": 64}, query, key + bias, value)
+        whole = [torch.cat([x, y]) for x, y in zip((query, key + bias, value), step, strict=True)]
+        exact = engine.expected({"b": 65}, [0, 65], *whole, torch.zeros(1, 1))
+        out, _ = engine.run({"a": 1}, *step)
+        return (out[0] - exact[-1]).norm().item()
+
+    before = loss()
+    vectors = smoothing.vectors_of(bias.expand(HEADS, DIM).clone(), torch.ones(HEADS, DIM), None, False)
+    path = str(tmp_path / "smoothing.safetensors")
+    smoothing.save_file({"1": torch.stack([vectors, vectors])}, path)
+    monkeypatch.setenv("HFKVQ_SMOOTHING", path)
+    assert loss() < before / 10
+    with pytest.raises(ValueError, match="which has no layer 0"):
+        smoothing.vectors_of_layer("model.layers.0.self_attn.attn", HEADS, False)
+    with pytest.raises(ValueError, match="with 2 heads, allowed 4"):
+        smoothing.vectors_of_layer("model.layers.1.self_attn.attn", 4, False)
+
+
+def test_pages_fill_the_engines_bytes():
+    for scheme in SCHEMES:
+        for dim in (32, 64, 96, 128, 192, 256):
+            own = get_scheme(scheme).shared
+            assert pages.refusal(own, dim) is None
+            assert pages.bytes_of_token(own.layout(dim, dim).store, dim) == dim + 8
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        ("kitty-pro", "kept in 16 bits, or its pages are sealed whole"),
+        ("saw-int4:sink_length=4", "first tokens are kept in 16 bits"),
+        ("saw-int4:quantize_first=true", "quantize_first"),
+        ("saw-int4:page_size=64", "its pages hold other than 128"),
+        ("snapkv+saw-int4", "forgets tokens"),
+        ("full", "bytes, not 72"),
+        ("no-such", "no-such"),
+    ],
+)
+def test_schemes_that_blocks_cannot_hold_are_refused(backend, monkeypatch, scheme, words):
+    monkeypatch.setenv("HFKVQ_SCHEME", scheme)
+    found = backend.reasons(config_of(), DIM, hfkvq.vllm.DTYPE, None)
+    assert len(found) == 1
+    assert words in found[0]
+
+
+def test_other_configurations_are_refused(backend, monkeypatch):
+    config = config_of()
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
+    refused = backend.Backend.validate_configuration
+    assert refused(DIM, torch.bfloat16, hfkvq.vllm.DTYPE, None) == []
+    assert refused(DIM, torch.bfloat16, hfkvq.vllm.DTYPE, 256) == []
+    assert "got 'fp8', allowed 'int4_per_token_head'" in refused(DIM, torch.bfloat16, "fp8", None)[0]
+    assert "block_size: got 16, allowed 128" in refused(DIM, torch.bfloat16, hfkvq.vllm.DTYPE, 16)[0]
+    assert "head_size: got 80" in refused(80, torch.bfloat16, hfkvq.vllm.DTYPE, None)[0]
+    config.speculative_config = object()
+    assert "speculative_config" in refused(DIM, torch.bfloat16, hfkvq.vllm.DTYPE, None)[0]
+    with pytest.raises(ValueError, match="sliding_window: got 128"):
+        backend.Attention(QUERY_HEADS, DIM, 1.0, HEADS, None, 128)
+    with pytest.raises(ValueError, match="sinks: got"):
+        backend.Attention(QUERY_HEADS, DIM, 1.0, HEADS, sinks=torch.zeros(4))
+    for text in ({"model_type": "qwen2"}, {"attention_bias": True}):
+        with pytest.raises(ValueError, match=r"keys of this model have biases.*hfkvq.vllm.smoothing"):
+            Engine(backend, monkeypatch, **text)
+    monkeypatch.setenv("HFKVQ_SCHEME", "saw-int4:smooth_keys=false")
+    Engine(backend, monkeypatch, model_type="qwen2")
+
+
+def test_the_plug_in_is_registered_where_a_scheme_is_named(monkeypatch):
+    registered = install(monkeypatch)
+    monkeypatch.delenv("HFKVQ_SCHEME", raising=False)
+    hfkvq.vllm.register()
+    assert registered == {}
+    monkeypatch.setenv("HFKVQ_SCHEME", "saw-int4")
+    hfkvq.vllm.register()
+    assert registered == {"CUSTOM": "hfkvq.vllm.backend.Backend"}
+    monkeypatch.setenv("HFKVQ_SCHEME", "saw-int5")
+    with pytest.raises(ValueError, match=r"HFKVQ_SCHEME: .*saw-int4"):
+        hfkvq.vllm.register()
+    monkeypatch.setenv("HFKVQ_SCHEME", "saw-int4")
+    install(monkeypatch, "0.33.0")
+    with pytest.raises(ValueError, match=r"got version 0.33.0, allowed 0.25.x"):
+        hfkvq.vllm.register()
