@@ -27,12 +27,11 @@ def register() -> None:
     name = os.environ.get("HFKVQ_SCHEME")
     if not name:
         return
-    import vllm
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm import __version__ as version  # type: ignore
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # type: ignore
 
     from hfkvq.caches import get_scheme
 
-    version = str(vllm.__version__)
     if not version.startswith(SUPPORTED):
         raise ValueError(f"vLLM: got version {version}, allowed {SUPPORTED}x; install that, or unset HFKVQ_SCHEME.")
     try:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -267,7 +268,9 @@ class Attention(AttentionImpl[Metadata]):
             ``output``.
         """
         if self._smooths:
-            self._vectors, self._smooths = vectors_of_layer(layer.layer_name, self.num_kv_heads, self._rotated), False
+            ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+            self._vectors = vectors_of_layer(layer.layer_name, self.num_kv_heads, self._rotated, *ranks)
+            self._smooths = False
         if attn_metadata is None:
             # Memory of a chunk behind many tokens: all keys and values of its request, one of them twice.
             room = max(self._longest, TOGETHER) * self.num_kv_heads * self.head_size

@@ -57,19 +57,19 @@ def save(model: Any, path: str) -> int:
     return len(vectors)
 
 
-def vectors_of_layer(name: str, heads: int, rotated: bool) -> Tensor | None:
+def vectors_of_layer(name: str, heads: int, rotated: bool, rank: int = 0, ranks: int = 1) -> Tensor | None:
     """The vectors f32 (3, H, D) for a layer of vLLM, on the device that is current; None where there is no file.
 
     Args:
         name: of the layer, which has its number in it.
         heads: KV heads of this rank.
         rotated: whether keys are rotated.
+        rank: of tensor parallelism.
+        ranks: their number; where they are more than heads, several have the same.
 
     Raises:
         ValueError: the file has no such layer, or not these heads.
     """
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-
     path, number = os.environ.get("HFKVQ_SMOOTHING"), re.findall(r"\.(\d+)\.", name)[0]
     if not path:
         if number == "0":
@@ -79,10 +79,9 @@ def vectors_of_layer(name: str, heads: int, rotated: bool) -> Tensor | None:
         if number not in file.keys():  # noqa: SIM118
             raise ValueError(f"HFKVQ_SMOOTHING: got {path}, which has no layer {number}; measure this model.")
         found = file.get_tensor(number)[int(rotated)]
-    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     total = found.shape[1]
     first = rank * heads if total >= ranks else rank * total // ranks
-    if total not in (heads * ranks, total if total < ranks else -1) or first + heads > total:
+    if heads != max(1, total // ranks):
         raise ValueError(f"HFKVQ_SMOOTHING: got {path} with {total} heads, allowed {heads * ranks}; measure this one.")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return found[:, first : first + heads].contiguous().to(device)
@@ -92,7 +91,9 @@ def main() -> None:
     """The command."""
     from hfkvq.measure.models import find_model, load_model
 
-    parser = argparse.ArgumentParser(prog="python -m hfkvq.vllm.smoothing", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m hfkvq.vllm.smoothing", description="Measures the smoothing vectors of a model."
+    )
     parser.add_argument("model", help="folder, GGUF file or name of a model")
     parser.add_argument("file", help="where to write")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
