@@ -98,7 +98,7 @@ def steps() -> dict[str, Any]:
     for file in STEPS:
         record = read(file)
         assert (record["gpu"], record["model"]["name"]) == ("NVIDIA H200", "qwen3-8b")
-        assert not record["settings"]["liger"]
+        assert not record["settings"].get("liger")
         for row in record["rows"]:
             if (row["kind"], row["batch"], row["context"], row.get("mode")) == ("decode", 1, CONTEXT, "graphs"):
                 for name in presets_of(record["schemes"].get(row["engine"])):

@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python evals/generate.py --caches dynamic-nocudnn,kitty-pro,saw-int4 --cases 1x1k,1x32k --json FILE
     PYTHONPATH=. python evals/generate.py --caches kitty-pro,static-compiled --cases 1x1k --tokens 256 --no-steps
+    PYTHONPATH=. python evals/generate.py --caches kitty-pro --cases 16x8k --tokens 256 --no-steps --peers vllm,vllm-fp8
     TRITON_CACHE_DIR=$(mktemp -d) PYTHONPATH=. python evals/generate.py --caches kitty-pro --cases 1x6 --tokens 9 --cold
 
 A cache is one of Transformers' (dynamic, dynamic-nocudnn, dynamic-offloaded, static-compiled, quanto-2, quanto-4,
@@ -21,9 +22,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib.util
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -324,7 +329,7 @@ def measure_calls(model: Any, engine: Engine, case: tuple[int, int], asked: argp
     )  # fmt: skip
     kept: list[Cache] = []
 
-    def call() -> float:
+    def call(tokens: int) -> float:
         start = clock(model.device)
         if kept:
             # The graph of a compiled model is of this cache.
@@ -332,18 +337,26 @@ def measure_calls(model: Any, engine: Engine, case: tuple[int, int], asked: argp
         cache = kept[0] if kept else engine.make(model, context + asked.tokens)
         kept.extend([cache] if compiled and not kept else [])
         with engine.running(cache), torch.no_grad():
-            mask = torch.ones_like(ids)
-            out = model.generate(ids, attention_mask=mask, past_key_values=cache, generation_config=config)
-        assert out.shape[1] == context + asked.tokens
+            given = {"attention_mask": torch.ones_like(ids), "generation_config": config, "max_new_tokens": tokens}
+            out = model.generate(ids, past_key_values=cache, **given)
+        assert out.shape[1] == context + tokens
         return clock(model.device) - start
 
-    times = attempt(row, lambda: [call() for _ in range(asked.calls)])
+    times = attempt(row, lambda: [call(asked.tokens) for _ in range(asked.calls)])
     if times is not None:
         # Calls after the first two compile and capture nothing.
         warm = quantiles(times[2:] or times[-1:])
         row |= {"calls_s": times, "ms": warm, "tokens_per_s": 1e3 * batch * asked.tokens / warm["p50"]}
+        ones = attempt(row, lambda: [] if asked.cold else [call(1) for _ in range(max(1, asked.calls - 2))])
+        row |= step_of(times[2:] or times[-1:], ones, asked.tokens) if ones else {}
         row |= {"peak_bytes": allocated(model.device, True), "above_bytes": allocated(model.device, True) - before}
     return row
+
+
+def step_of(calls: Sequence[float], ones: Sequence[float], tokens: int) -> Row:
+    """Milliseconds of a step, from seconds of calls of so many tokens and of one, and seconds of a prompt."""
+    one, whole = statistics.median(ones), statistics.median(calls)
+    return {"prompt_s": one, "step_ms": 1e3 * (whole - one) / (tokens - 1)}
 
 
 def line(row: Row) -> str:
@@ -358,17 +371,30 @@ def line(row: Row) -> str:
         more.append(f"{row['times_as_long']:.2f} times {row['than']}")
     if "calls_s" in row:
         more = [f"calls {', '.join(f'{each:.2f}' for each in row['calls_s'])} s"]
-    more.append(f"peak {row['above_bytes'] / 2**30:.2f} GiB above the weights")
+    if "step_ms" in row:
+        more.append(f"{row['step_ms']:.2f} ms a step, prompt {row['prompt_s']:.2f} s")
+    if "above_bytes" in row:
+        more.append(f"peak {row['above_bytes'] / 2**30:.2f} GiB above the weights")
     return f"{head}{ms['p50']:>9.2f} ms ({ms['p20']:.2f} to {ms['p80']:.2f}), {', '.join(more)}"
 
 
-def apply_liger(model: Any) -> None:
-    """Has liger-kernel compute norms, rotary embedding and activations: one launch each in place of several."""
-    import liger_kernel.transformers as liger
+PEERS = {"vllm": "auto", "vllm-fp8": "fp8"}
+"""Dtypes of other engines' caches, by the names that are typed."""
 
-    apply = getattr(liger, f"apply_liger_kernel_to_{text_config(model).model_type}")
-    # A fused loss would replace the whole forward.
-    apply(fused_linear_cross_entropy=False, model=model)
+
+def measure_peers(names: Sequence[str], config: Any, asked: argparse.Namespace) -> list[Row]:
+    """Rows of kind "whole" of vLLM's offline engine (`evals.vllm_peer`), in processes that have the GPU to themselves."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        for name in names:
+            options = ["--kv", PEERS[name], "--tokens", str(asked.tokens), "--calls", str(asked.calls)]
+            command = [sys.executable, "-m", "evals.vllm_peer", folder, *options, "--cases", asked.cases]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            found = [json.loads(each) for each in done.stdout.splitlines() if each.startswith("{")]
+            failed = {"kind": "whole", "engine": name, "batch": 0, "context": 0, "error": f"exit {done.returncode}"}
+            rows += [{"engine": name} | each for each in found] or [failed]
+    return rows
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -387,11 +413,18 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=5, help="calls of generate")
     parser.add_argument("--cold", action="store_true", help="only --tokens, and compile nothing before the first call")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--liger", action="store_true", help="with liger-kernel's norms and activations")
+    parser.add_argument("--peers", default="", help=f"{', '.join(PEERS)}: after all caches, if vLLM is installed")
     parser.add_argument("--json", type=Path, help="written again after each row")
     found = parser.parse_args(given)
     if found.warmup < 4:
         parser.error("--warmup: 4 or more; the first steps compile, warm up and capture")
+    found.peers = [name for name in found.peers.split(",") if name]
+    if unknown := set(found.peers) - set(PEERS):
+        parser.error(f"--peers: got {', '.join(sorted(unknown))}, allowed {', '.join(PEERS)}")
+    if found.peers and not found.tokens:
+        parser.error("--peers: they are timed by whole calls; give --tokens, too")
+    if found.peers and importlib.util.find_spec("vllm") is None:
+        parser.error("--peers: vLLM is not installed; pip install vllm")
     return found
 
 
@@ -402,8 +435,6 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     engines, config = [engine_of(name) for name in asked.caches.split(",")], get_config(asked.model, asked.layers)
     model = build(config, device, getattr(torch, asked.dtype))
-    if asked.liger:
-        apply_liger(model)
     text = text_config(model)
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
     record: dict[str, Any] = {
@@ -431,6 +462,11 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
             keep(measure_steps(model, engines, case, asked))
         for engine in engines if asked.tokens else ():
             keep([measure_calls(model, engine, case, asked)])
+    if asked.peers:
+        config.architectures = [type(model).__name__]
+        del model
+        sweep(device)
+        keep(measure_peers(asked.peers, config, asked))
     return record
 
 
