@@ -383,7 +383,7 @@ PEERS = {"vllm": "auto", "vllm-fp8": "fp8"}
 
 
 def measure_peers(names: Sequence[str], config: Any, asked: argparse.Namespace) -> list[Row]:
-    """Rows of kind "whole" of vLLM's offline engine (`evals.vllm_peer`), in processes that have the GPU to themselves."""
+    """Rows of kind "whole" of vLLM's engine (`evals.vllm_peer`), in processes that have the GPU to themselves."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)

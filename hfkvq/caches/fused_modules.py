@@ -1,9 +1,9 @@
-"""Modules around attention in few launches while a step is captured: norms, linear layers, MLPs, rotary embedding.
+"""Modules around attention in few launches: norms, linear layers, gated MLPs, rotary embedding.
 
-A captured step repeats what its modules launched when it was recorded. So while one is recorded, modules whose results
-are those of `hfkvq.kernels.fused` run by these kernels; at all other times, and for all other calls, they are the
-model's own. The step in Python that goes before a capture shows which they are: each kind of module is computed both
-ways there, on what the step has given it.
+While a step is recorded, which then repeats what was launched, and in prompts, modules whose results are those of
+`hfkvq.kernels.fused` run by these kernels; at all other times, and for all other calls, they are the model's own. The
+first prompt, and the step in Python that goes before a capture, show which they are: each kind of module is computed
+both ways there, on the newest token of what it is given.
 """
 
 from __future__ import annotations
@@ -48,19 +48,20 @@ class Fusion:
         self._ready: tuple[Tensor, dict[nn.Linear, Tensor]] | None = None
 
     @contextlib.contextmanager
-    def applied(self, model: nn.Module, compares: bool) -> Iterator[None]:
+    def applied(self, model: nn.Module, compares: bool, prompt: bool = False) -> Iterator[None]:
         """Runs the model's modules fused within it, in this thread, and leaves them as they were.
 
         Args:
             model: of Transformers.
             compares: whether kinds that are not known yet are computed both ways, which asks the device; otherwise
                 they run as they are.
+            prompt: whether linear layers get many rows, and stay PyTorch's.
         """
         self._compares = compares
         thread, replaced = threading.get_ident(), []
         try:
             for module in model.modules():
-                forward = self._forward_of(module)
+                forward = None if prompt and type(module) is nn.Linear else self._forward_of(module)
                 if forward is not None:
                     vars(module)["forward"] = _Fused(module, forward, thread)
                     replaced.append(module)
@@ -107,12 +108,12 @@ class Fusion:
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if not isinstance(eps, float) or x.dtype != weight.dtype or x.shape[-1] != weight.numel():
             return plain()
-        kind = type(module), eps, x.dtype, x.shape[-1]
+        kind, few = (type(module), eps, x.dtype, x.shape[-1]), _newest(x)
         fused, in_torch = (
-            [partial(run, x, weight, eps, i) for i in range(len(NORMS))] for run in (rms_norm, reference("rms_norm"))
+            [partial(run, few, weight, eps, i) for i in range(len(NORMS))] for run in (rms_norm, reference("rms_norm"))
         )
-        form = self._form(kind, plain, fused, in_torch)
-        return plain() if form is None else fused[form]()
+        form = self._form(kind, partial(type(module).forward, module, few), fused, in_torch)
+        return plain() if form is None else rms_norm(x, weight, eps, form)
 
     def _mlp(self, module: Any, *args: Any, layers: tuple[nn.Linear, ...], **kwargs: Any) -> Any:
         plain = partial(type(module).forward, module, *args, **kwargs)
@@ -122,17 +123,17 @@ class Fusion:
         *first, down = layers
         weights = [x.weight for x in first]
 
-        def compute(product: Forward, activation: int) -> Tensor:
+        def compute(x: Tensor, product: Forward, activation: int) -> Tensor:
             gate, up = weights if len(weights) == 2 else weights[0].chunk(2)
-            return down(product(args[0], gate, up, activation))
+            return down(product(x, gate, up, activation))
 
-        kind = type(module), *[x.weight.shape for x in layers], args[0].dtype
+        kind, few = (type(module), *[x.weight.shape for x in layers], args[0].dtype), _newest(args[0])
         fused, in_torch = (
-            [partial(compute, product, i) for i in range(len(ACTIVATIONS))]
+            [partial(compute, few, product, i) for i in range(len(ACTIVATIONS))]
             for product in (gated_linear, reference("gated_linear"))
         )
-        form = self._form(kind, plain, fused, in_torch)
-        return plain() if form is None else fused[form]()
+        form = self._form(kind, partial(type(module).forward, module, few), fused, in_torch)
+        return plain() if form is None else compute(args[0], gated_linear, form)
 
     def _linear(self, module: nn.Linear, *args: Any, **kwargs: Any) -> Any:
         plain = partial(type(module).forward, module, *args, **kwargs)
@@ -170,10 +171,11 @@ class Fusion:
         whole = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.dtype == q.dtype == k.dtype
         if not whole or not q.shape[-1] == k.shape[-1] == cos.shape[-1] or cos.shape[0] not in (1, q.shape[0]):
             return plain()
-        kind = function, q.dtype, q.shape[1:], k.shape[1:]
-        fused = partial(rotary, *args)
-        form = self._form(kind, plain, [fused], [partial(reference("rotary"), *args)])
-        return plain() if form is None else fused()
+        kind = function, q.dtype, q.shape[1], k.shape[1], q.shape[-1]
+        few = q[:, :, -1:], k[:, :, -1:], *(x[:, -1:] for x in args[2:])
+        own, in_torch = partial(rotary, *few), partial(reference("rotary"), *few)
+        form = self._form(kind, partial(function, *few), [own], [in_torch])
+        return plain() if form is None else rotary(*args)
 
 
 class _Fused:
@@ -198,6 +200,11 @@ def _error(expected: Any, found: Any) -> float:
     # NaN, and results of zeros, which say nothing, are no agreement.
     error = float((found.float() - wide).norm() / allowed)
     return error if error == error else math.inf
+
+
+def _newest(x: Tensor) -> Tensor:
+    """Newest token of each row, where there are several, of (B, T, ..., D)."""
+    return x[:, -1:] if x.dim() > 2 and x.shape[1] > 1 else x
 
 
 def _kind(module: nn.Linear, x: Tensor) -> Any:

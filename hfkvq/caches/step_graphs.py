@@ -314,7 +314,7 @@ class StepGraphs:
                 done, out = self._run(model, interceptor, cache, step)
             if done:
                 return out
-        with inside_call():
+        with inside_call(), self._fused_prompt(model, interceptor, args, kwargs):
             if not self.states.layers:
                 return model._call_impl(*args, **kwargs)
             before = self.sync.seen
@@ -470,6 +470,19 @@ class StepGraphs:
         if interceptor.fusion is None:
             interceptor.fusion = Fusion()
         return interceptor.fusion.applied(model, compares)
+
+    def _fused_prompt(
+        self, model: Any, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """The modules around attention, fused in a call of more tokens than steps have."""
+        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        tokens = 0 if given is None or given.device.type not in DEVICES or given.dim() < 2 else given.shape[1]
+        watched = torch.is_grad_enabled() or model.training or torch._C._len_torch_dispatch_stack()
+        if not self.fuses or tokens <= MAX_STEP or watched:
+            return contextlib.nullcontext()
+        if interceptor.fusion is None:
+            interceptor.fusion = Fusion()
+        return interceptor.fusion.applied(model, True, prompt=True)
 
     def _first(
         self, model: Any, interceptor: CallInterceptor, cache: CapturableCache, tensors: dict[str, Tensor], step: Step

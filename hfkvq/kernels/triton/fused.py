@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -122,6 +123,20 @@ def linears_kernel(
         tl.store(out + o_m[None, :] * N + o_n[:, None], b_y.to(out.dtype.element_ty), mask=m_y)
 
 
+@triton.jit
+def _activate(b_x, activation):
+    """An activation in f32; see `hfkvq.kernels.fused.ACTIVATIONS`."""
+    if activation == 0:
+        b_y = b_x / (1.0 + tl.exp(-b_x))
+    elif activation == 1:
+        # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2z)).
+        b_z = 0.7978845608028654 * (b_x + 0.044715 * b_x * b_x * b_x)
+        b_y = b_x / (1.0 + tl.exp(-2.0 * b_z))
+    else:
+        b_y = 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
+    return b_y
+
+
 @triton.jit(do_not_specialize=["activation", "M", "N"])
 def gated_linear_kernel(
     x, gate, up, out, activation, M, N,
@@ -131,15 +146,7 @@ def gated_linear_kernel(
     i = tl.program_id(0)
     kind = out.dtype.element_ty
     b_x, b_up = _sums(x, gate, up, i, M, N, K, BM, BN, BK, STAGES)
-    b_x = b_x.to(kind).to(tl.float32)
-    if activation == 0:
-        b_y = b_x / (1.0 + tl.exp(-b_x))
-    elif activation == 1:
-        # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2z)).
-        b_z = 0.7978845608028654 * (b_x + 0.044715 * b_x * b_x * b_x)
-        b_y = b_x / (1.0 + tl.exp(-2.0 * b_z))
-    else:
-        b_y = 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
+    b_y = _activate(b_x.to(kind).to(tl.float32), activation)
     b_y = (b_y.to(kind).to(tl.float32) * b_up.to(kind).to(tl.float32)).to(kind)
     o_m = tl.arange(0, BM)
     if BN == 1:
@@ -147,6 +154,17 @@ def gated_linear_kernel(
     else:
         o_n = i * BN + tl.arange(0, BN)
         tl.store(out + o_m[None, :] * N + o_n[:, None], b_y, mask=(o_n < N)[:, None] & (o_m < M)[None, :])
+
+
+@triton.jit(do_not_specialize=["activation", "n"])
+def activated_product_kernel(gate, up, out, activation, n, BN: tl.constexpr):
+    """BN elements of ``activation(gate) * up``."""
+    o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    kind = out.dtype.element_ty
+    b_x = tl.load(gate + o_n, mask=o_n < n, other=0.0).to(tl.float32)
+    b_up = tl.load(up + o_n, mask=o_n < n, other=0.0).to(tl.float32)
+    b_y = _activate(b_x, activation).to(kind).to(tl.float32) * b_up
+    tl.store(out + o_n, b_y.to(kind), mask=o_n < n)
 
 
 @triton.jit(do_not_specialize=["T", "s_qb", "s_qh", "s_qt", "s_kb", "s_kh", "s_kt", "s_angle"])
@@ -241,7 +259,8 @@ def gated_linear_triton(x: Tensor, gate: Tensor, up: Tensor, activation: int) ->
     """Launcher of `hfkvq.kernels.gated_linear`."""
     rows = _rows(x, gate, up)
     if not rows:
-        return reference("gated_linear")(x, gate, up, activation)
+        # Rows are many, as in prompts, or dtypes PyTorch's.
+        return _activated(F.linear(x, gate), F.linear(x, up), activation)
     out = torch.empty((*x.shape[:-1], gate.shape[0]), dtype=x.dtype, device=x.device)
     _gated_launch(rows, gate.shape[0], x.shape[-1], activation, x.dtype, x.device)(x, gate, up, out)
     return out
@@ -254,6 +273,22 @@ def _gated_launch(
     constants = _tiles(rows, width, 2, device)
     numbers = {"activation": activation, "M": rows, "N": size}
     return Launch(gated_linear_kernel, (cdiv(size, constants["BN"]),), numbers, constants, device)
+
+
+def _activated(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    """``activation(gate) * up`` of results of products, in one launch where the dtype allows."""
+    if not _takes(gate, up) or not gate.numel():
+        gelu = {1: "tanh", 2: "none"}.get(activation)
+        return (F.silu(gate) if gelu is None else F.gelu(gate, approximate=gelu)) * up
+    out = torch.empty_like(gate)
+    _activated_launch(gate.numel(), activation, gate.dtype, gate.device)(gate, up, out)
+    return out
+
+
+@lru_cache(maxsize=1024)
+def _activated_launch(count: int, activation: int, dtype: torch.dtype, device: torch.device) -> Launch:
+    numbers, constants = {"activation": activation, "n": count}, {"BN": 1024, "num_warps": 4}
+    return Launch(activated_product_kernel, (cdiv(count, 1024),), numbers, constants, device)
 
 
 def _rows(x: Tensor, *others: Tensor) -> int:
@@ -286,6 +321,7 @@ def fused_wanted(widths: Widths, dtype: torch.dtype, device: torch.device) -> It
     q, k = (((1, n, 1, dim), (n * dim, dim, n * dim, 1)) for n in (heads, kv_heads))
     if dim % 2 == 0:
         yield _rotary_launch(*q, kv_heads, k[1], 0, dtype, device).wanted([dtype] * 6)
+    yield _activated_launch(1, 0, dtype, device).wanted([dtype] * 3)
     if dtype in HALVES and rows <= ROWS:
         for width in {hidden, intermediate, heads * dim}:
             if width % 8 == 0:
