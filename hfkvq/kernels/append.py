@@ -67,7 +67,6 @@ def append(
         values: (B, H, t, Dv), likewise.
         counters: i32 (2 + 2*runs, B), see `decode_attention`; ``length`` grows by t.
         windows: sink keys (B, H, S, Dk), sink values, tail keys (B, H, W, Dk), tail values; dtype of the keys.
-        store: the layer's format.
         rows: i32 (B,), the row of the windows that each row has, of any number of them; None where row b has row b.
             Given, ``length`` counts the new tokens already and stays as it is: layers may share the counters.
 

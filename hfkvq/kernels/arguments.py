@@ -12,7 +12,6 @@ class AttentionArguments(NamedTuple):
     """Arguments of an attention call beside queries, keys and values.
 
     Attributes:
-        scaling: factor on the logits.
         mask: (B or 1, Hq or 1, Q or 1, L), True or nonzero where visible, or float and added to the logits; None is
             what ``causal`` says.
         softcap: bound of the logits, 0 for none.

@@ -18,9 +18,7 @@ def chance(channel: Tensor, page: Tensor | int, head: Tensor | int, seed: int) -
     """Random whole numbers below 2^32: i64, of the shape that the arguments broadcast to.
 
     Args:
-        channel: integers.
         page: likewise, or a number.
-        head: likewise.
         seed: below 2^31.
     """
     x = (channel.long() * FACTORS[0] + page * FACTORS[1] + head * FACTORS[2] + seed) & _WORD

@@ -38,7 +38,6 @@ def compile_layers(
 
     Args:
         layers: of any number of caches.
-        device: of their tensors.
         steps: tokens of the steps that come.
         absent: one of `GPUS`, in place of this process's own GPU; the process can launch nothing afterwards.
         around: sizes and dtype of a model whose steps are fused around attention.

@@ -266,9 +266,7 @@ def decode_attention(
             logits. None means causal over all stored tokens.
         sinks: (Hq,) logits that join the denominator only (gpt-oss), or None; (n * Hq,) for rows that take turns, row b
             having the Hq from ``b % n * Hq`` on.
-        scaling: factor on the logits.
         softcap: ``softcap * tanh(logit / softcap)`` before masking; 0 for none.
-        store: the layer's format.
         early: whether q was there before `step.advance` was launched, since which it has not been written: then it is
             read while the launch before this one still runs.
         rows: i32 (B,), the row of the windows that each row has, of any number of them; None where row b has row b.

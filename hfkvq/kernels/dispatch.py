@@ -94,7 +94,6 @@ def call(op: CustomOpDef, first: Tensor, *args: Any, keep: Keep | None = None) -
     Args:
         op: what `define` returned.
         first: a tensor of the arguments, whose device decides.
-        *args: the op's arguments.
         keep: given by those who call again and again; the launcher of such an op takes it by this name, if there is
             one to take it.
     """

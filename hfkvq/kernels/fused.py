@@ -160,7 +160,6 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         q: (B, Hq, T, D), any strides but the last, which is 1.
         k: (B, H, T, D), likewise.
         cos: (B or 1, T, D).
-        sin: likewise.
 
     Returns:
         Queries and keys of the same shapes and dtype, contiguous.

@@ -66,7 +66,6 @@ def gather_rows(
         runs: flat tensors of all runs.
         columns: number of logical columns, padding included; of a store with a window the newest ones, which hold
             no token that has fallen out of its pages.
-        store: the layer's format.
         side: "keys" or "values".
 
     Returns:

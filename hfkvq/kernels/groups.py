@@ -53,7 +53,6 @@ class Groups:
     Args:
         x: f32, any shape.
         levels: greatest code of each group, 3 or 15.
-        dim: along which groups lie.
     """
 
     def __init__(self, x: Tensor, levels: Tensor | float, dim: int) -> None:

@@ -72,7 +72,6 @@ def latent_attention(
         runs: flat tensors of the run (`RunView.flat`).
         mask: see `decode_attention`.
         sinks: see `decode_attention`.
-        scaling: factor on the logits.
         softcap: see `decode_attention`.
         store: the layer's format, which is `StoreFormat.latent`.
 

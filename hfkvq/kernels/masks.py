@@ -68,7 +68,6 @@ class MaskKind(NamedTuple):
     Attributes:
         kind: 0 for none, 1 for a mask of bytes, 2 for one that is added.
         dtype: its dtype, None for none.
-        length: its columns.
         strides: by row, head, query and column; 0 where it broadcasts.
     """
 

@@ -164,7 +164,6 @@ def page_norms(
         axis: the axis of the format.
         page: G, tokens in a page.
         rounds: how often rows and columns take turns; by "error" 1 does nearly all, KVarN's authors take 16.
-        rule: see above.
         new: i32 (B,), tokens of each row that count; factors of pages behind them are anything. None for all.
 
     Returns:

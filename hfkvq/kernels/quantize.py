@@ -77,7 +77,6 @@ def quantize_pages(
 
     Args:
         x: (N, H, G, D), any float dtype, in the basis of the store.
-        fmt: the page format.
         side: "keys" or "values"; decides which axis of the codes is contiguous.
         widths: u8 (N, H, D), bits of each channel, one of ``fmt.bits`` and the raised widths; None raises none. More
             channels of a width than the format has room for: the first (lowest channel) ones are raised.
@@ -191,9 +190,7 @@ def dequantize_pages(parts: Sequence[Tensor], fmt: PageFormat, side: Side, head_
 
     Args:
         parts: tensors of N pages, in the order of ``fmt.names``.
-        fmt: their format.
         side: "keys" or "values".
-        head_dim: D.
 
     Returns:
         f32 (N, H, G, D), in the basis of the store.

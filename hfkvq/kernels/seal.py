@@ -238,7 +238,6 @@ def seal(
         index: i32 (B, m), column of ``source`` of each new token; anything beyond ``new``. m is a multiple of G where
             whole pages are sealed.
         widths: u8 (B, H, m/G, D), bits of each channel of each new page, or None (see `quantize_pages`).
-        fmt: the page format.
         side: "keys" or "values".
         choose: rule by which the raised channels of each page are chosen, instead of ``widths``: see `channel_widths`.
         q_abs: f32 (B, H, D), factor of each channel's score under ``choose``, or None.
@@ -284,14 +283,11 @@ def seal_side(
         new: i32 (B,).
         source: (B, H, L, D).
         index: i32 (B, m).
-        fmt: the page format.
-        side: "keys" or "values".
         rule: rule by which raised channels are chosen, see `channel_widths`; "" or None for none. Formats without
             raised channels ignore it.
         query: f32 (B, H, D), mean magnitudes of queries, which weigh channels under ``rule``; None for keys alone.
         balance: how normed pages are balanced, see `page_norms`.
         widths: u8 (B, H, m/G, D), bits of each channel, instead of a rule.
-        keep: see `dispatch.call`; a call that takes nothing.
     """
     norm = page_norms(source, index, fmt.axis, fmt.page_size, *balance, new) if fmt.normed else None
     rule = rule if rule and fmt.raised else None

@@ -32,7 +32,6 @@ def tokens_due(rest: int, sealed: int, local: int, unit: int) -> int:
         rest: tokens behind the sink.
         sealed: how many of them the side has sealed.
         local: newest tokens that stay as they are.
-        unit: tokens that are sealed together.
     """
     return max(max(rest - local, 0) // unit * unit - sealed, 0)
 

@@ -74,9 +74,6 @@ def take_arguments(
     Args:
         scheme: a preset's name or file, ``none`` or ``bf16``, a `Scheme`, or a description (``to_dict``).
         layers: schemes of single layers, see `MixedKVCache`.
-        ll_mode: see `HFKVQ`.
-        ll_chunk: see `HFKVQ`.
-        truncate: see `HFKVQ`.
         others: all further arguments; knobs of the scheme are removed.
         model_options: names of arguments that are the model's.
 
@@ -154,7 +151,6 @@ def check_options(others: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """Refuses values of lm-eval's own options that it would stumble over late, or take for something else.
 
     Args:
-        others: options by name.
         hints: types of the options that lm-eval has.
 
     Raises:

@@ -47,7 +47,6 @@ class Group:
     """Requests of one head.
 
     Attributes:
-        head: their prompt.
         rows: by what is fed behind it, the numbers of the requests: several end in another token only.
     """
 
@@ -91,7 +90,6 @@ class Scorer:
 
     Args:
         model: a causal language model.
-        make_cache: an empty cache.
         chunk: tokens fed at once behind the head.
         pad: any token id, for rows that are shorter than others.
         softmax_dtype: of the log-softmax; None takes the logits' dtype.
@@ -124,7 +122,6 @@ class Scorer:
         """Answers the requests of these groups.
 
         Args:
-            requests: all of them.
             batch: groups to be prefilled together.
             size: most rows fed at once.
             answers: written, by the requests' numbers.

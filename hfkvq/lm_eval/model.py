@@ -161,11 +161,6 @@ class HFKVQ(HFLM):
     def use(self, scheme: Any, layers: Any = None, **knobs: Any) -> None:
         """Sets another scheme for the requests that follow, with the model as it is loaded; costs begin anew.
 
-        Args:
-            scheme: see the constructor.
-            layers: see the constructor.
-            **knobs: of the scheme.
-
         Raises:
             ValueError: see the constructor. Nothing is changed then.
         """
@@ -227,15 +222,12 @@ class HFKVQ(HFLM):
         super().set_cache_hook(cache_hook)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """See `HFLM.generate_until`."""
         return self._by_task(super().generate_until, requests, disable_tqdm)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
-        """See `TemplateLM.loglikelihood`."""
         return self._by_task(super().loglikelihood, requests, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """See `HFLM.loglikelihood_rolling`."""
         return self._by_task(super().loglikelihood_rolling, requests, disable_tqdm)
 
     def _by_task(self, answer: Callable[..., list[Any]], requests: Sequence[Instance], quiet: bool) -> list[Any]:

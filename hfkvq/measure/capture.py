@@ -30,7 +30,6 @@ class Capture:
         query: (Hq, n, D), the newest n positions, after RoPE.
         keys: (H, T, Dk), after RoPE.
         values: (H, T, Dv).
-        scaling: factor on the logits.
         softcap: bound of the logits, 0 for none.
         sinks: (Hq,) logits of nothing, or None.
         mask: bool (n, T), which keys each query sees, or None for those up to its own: tokens of an image may see

@@ -65,11 +65,8 @@ class Effort:
     """Amount of a measurement.
 
     Attributes:
-        windows: of text.
         prompt: tokens of each, which are not scored.
         scored: tokens behind them.
-        tasks: with their sizes.
-        samples: questions of each.
         batch_size: windows or questions together.
     """
 
@@ -139,7 +136,6 @@ def uneven_keys(subject: Subject, tokens: Tensor) -> Record | None:
     A channel's size is its mean magnitude after RoPE; heads are compared with their own median, the worst one counts.
 
     Args:
-        subject: the model.
         tokens: i64 (T,), a prompt.
     """
     cache = make_cache(subject, None)
@@ -238,10 +234,7 @@ def examine(
     """Measures presets on a model, all through caches as users have them, and judges them.
 
     Args:
-        subject: the model.
         tokens: i64 (W, T), windows of text; all but the last ``effort.scored`` of each are its prompt.
-        presets: by name.
-        effort: how much is measured.
         refused: by name, why other presets cannot be used with this model.
         on_progress: called with what is being done and the share of the work that is.
 

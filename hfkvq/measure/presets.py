@@ -397,7 +397,6 @@ def explain(name: str, preset: Preset) -> dict[str, Any]:
 
     Args:
         name: as it was typed: a preset, maybe with knobs, or a file.
-        preset: what it stands for.
     """
     scheme = preset.scheme
     texts, fields = knob_texts(type(scheme)), {field.name: field for field in dataclasses.fields(scheme)}

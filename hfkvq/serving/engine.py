@@ -365,10 +365,7 @@ class Serving:
     """A model whose `generate_batch` and `init_continuous_batching` hold compressed pages, until `disable`.
 
     Attributes:
-        model: the model.
-        scheme: whose pages.
         requests: at a time, where the engine's config says nothing.
-        request_tokens: of a usual request.
         manager: the last that was made, or None.
         enabled: until `disable`; of several at a time the last one is in effect.
     """
@@ -488,7 +485,6 @@ def enable(
             for with ``request_tokens`` each.
         request_tokens: that a usual request holds, prompt and answer. None: 4,096, or fewer where ``generate_batch``
             is given nothing longer.
-        knobs: of the scheme.
 
     Returns:
         What disables it again: a context manager, or call ``disable()``.

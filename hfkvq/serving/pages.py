@@ -77,7 +77,6 @@ class Columns(NamedTuple):
     Attributes:
         first: column of its first new token.
         at: where its blocks begin in the engine's list.
-        blocks: how many these are.
         new: tokens.
         held: tokens before them.
     """
@@ -133,8 +132,6 @@ class CompressedPages(FullAttentionCacheAllocator):
     """Blocks of one scheme's pages, for layers with full attention; `pages_of` gives it the scheme.
 
     Attributes:
-        schemes: of each layer.
-        config: the engine's.
         forms: formats of pages, by layer.
         smoothing: of layers whose keys are smoothed; by it queries and keys come smoothed to `attend`.
     """
@@ -241,12 +238,9 @@ class CompressedPages(FullAttentionCacheAllocator):
         """Attention of a batch's new tokens, which are stored then.
 
         Args:
-            module: the attention module.
             query: (1, Hq, n, D), of all requests one after another, after RoPE.
             key: (1, H, n, D).
-            value: likewise.
             scaling: of the logits.
-            given: the engine's keyword arguments.
 
         Returns:
             (1, n, Hq, D).

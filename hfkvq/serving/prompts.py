@@ -23,10 +23,8 @@ def prompt_attention(module: Any, query: Tensor, keys: Tensor, values: Tensor, a
     """Causal attention of a request's newest tokens.
 
     Args:
-        module: the attention module.
         query: (1, Hq, Q, D), of the newest Q tokens, after RoPE.
         keys: (1, H, T, D), of all.
-        values: likewise.
         arguments: of the call, without a mask.
 
     Returns:

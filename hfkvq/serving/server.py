@@ -95,7 +95,6 @@ class StopStream:
     Text that may be the beginning of a stop text is held back until more of it is known.
 
     Attributes:
-        text: that was given out.
         stopped: True after a stop text.
     """
 
@@ -146,7 +145,6 @@ class Answers(CBGenerateManager):
 
     Attributes:
         temperature: of requests that name none: the model's; 0 if it does not sample by itself.
-        top_p: likewise.
     """
 
     _cb: Any
@@ -364,12 +362,7 @@ class EndWithClient:
 
 
 class Server:
-    """A server of one model, in a thread of its own.
-
-    Attributes:
-        serving: the model, enabled.
-        url: where it answers.
-    """
+    """A server of one model, in a thread of its own."""
 
     def __init__(
         self,
@@ -388,15 +381,9 @@ class Server:
         """Loads the model and starts the server.
 
         Args:
-            source: of the model.
             name: by which requests name it.
-            scheme: whose pages.
-            device: of the model.
             dtype: None takes what `load_model` takes.
             host: to listen at.
-            port: likewise.
-            requests: see `enable`.
-            request_tokens: likewise.
             options: of Transformers' ``Serve``: cb_num_blocks, cb_max_batch_tokens, cb_max_memory_percent.
 
         Raises:

@@ -58,7 +58,6 @@ class Prompt(NamedTuple):
 
     Attributes:
         own: its tokens in the batch.
-        past: those that it has.
         slot: its windows.
         table: i32 (1, N), its blocks.
         counters: i32 (4, 1), as `KVStore` has them.
@@ -109,7 +108,6 @@ class WindowedPages(SlotPages):
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, given: dict[str, Any]
     ) -> Tensor:
-        """See `CompressedPages.attend`."""
         layer, arguments = module.layer_idx, arguments_of(scaling, given)
         if layer == self.layer_indices[0]:
             if given["block_table"] is not None:

@@ -132,11 +132,9 @@ class Point:
     """One budget of a sweep.
 
     Attributes:
-        budget: B.
         bits: mean code bits per token, ``Σ N_k b_k / Σ N_k``.
         narrow: share of tokens in 2 bits.
         distortion: ``Σ D_k(b_k)``.
-        table: the allocation.
     """
 
     budget: float

@@ -29,7 +29,6 @@ def distortion(captured: Capture, columns: Tensor, exact: Tensor, bits: int, gro
         columns: i64 (m,), the tokens.
         exact: f32 (Hq, n, Dv), o.
         bits: 2 or 4, in the formats of the "triaxial" scheme.
-        group_size: g of these formats.
 
     Returns:
         f64 (Hq,), the mean over the n positions of the captured queries.

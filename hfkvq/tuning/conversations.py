@@ -45,7 +45,6 @@ class Request:
     """Prompt that a model is sent before an answer.
 
     Attributes:
-        ids: token ids.
         first_new: tokens that came in earlier requests of the same conversation, and would be in the cache.
         inputs: other inputs of the model by name: pixels of images, and their positions.
     """
@@ -165,7 +164,6 @@ def encode(conversation: Conversation, tokenizer: Any, prompt: bool = True) -> t
     """Token ids of a conversation, and other inputs of the model: pixels of images, and their positions.
 
     Args:
-        conversation: messages and tools.
         tokenizer: with a chat template; for images the model's processor, which loads them, and knows how many tokens
             each takes.
         prompt: end with the header of the next answer.

@@ -39,9 +39,7 @@ class LayerCell:
     """A cell of the sensitivity table: the base with one layer changed.
 
     Attributes:
-        layer: of the decoder.
         candidate: name of the layer's scheme in this cell.
-        score: of the whole cache.
     """
 
     layer: int
@@ -57,7 +55,6 @@ class LayerStep:
         changes: (layer, candidate) pair.
         gain: how much better the value became, measured at this step; negative where bits had to be saved.
         noise: bound that a gain had to exceed.
-        score: after the step.
         reason: "raise", or "lower" where the base was over the budget.
     """
 
@@ -74,7 +71,6 @@ class Compared:
 
     Attributes:
         name: "plan", "base", or "first and last N full".
-        preset: the whole of it.
         score: on the samples that the search used.
         held_out: on others, or None.
     """
@@ -95,10 +91,8 @@ class LayerPlan:
         layers: layers of the decoder, those included that are not compressed.
         candidates: schemes that layers could get, by name.
         objective: name of the value.
-        direction: of the value.
         cost: limited by the budget.
         limit: the budget, or None.
-        start: score of the base.
         table: the base with one layer changed, for each layer and candidate.
         steps: accepted changes, in order.
         stopped: reason why no further step was made.
@@ -355,7 +349,6 @@ def tune_layers(
         base: of every layer; it may have layers of its own.
         candidates: alternatives of a layer: names of presets, schemes, or these by names of your own.
         objective: measures presets, e.g. `hfkvq.tuning.objectives.TextKLD`.
-        layers: of the decoder.
         max_total_bits: most bits per element, every byte counted, at the length that the objective measures.
         max_bytes: instead, most bytes of the cache, there.
         compressed: layers that a cache compresses (`hfkvq.measure.capture.compressed_layers`); others, such as sliding

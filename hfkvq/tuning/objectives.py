@@ -162,7 +162,6 @@ class ReferenceTasks:
     Args:
         subject: the model, from `hfkvq.measure.demo.prompts.load`.
         tasks: as `hfkvq demo` names them.
-        samples: of each task.
         batch_size: prompts run together.
         seed: another seed asks other questions.
     """
@@ -203,7 +202,6 @@ class Timed:
     """Another objective, with the milliseconds of a decode step beside it.
 
     Args:
-        objective: the other.
         model: that is timed, on its device.
         context: tokens before the steps.
         batch: rows.

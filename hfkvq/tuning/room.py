@@ -69,8 +69,6 @@ class LayerRoom:
     """Channels that thresholds raise in a layer, and the room for them.
 
     Attributes:
-        layer: its number.
-        head_dim: D.
         key_bits: mean width of the keys' channels, if all are raised that the thresholds raise (equation 17).
         bf16: channels of a page and head that there is room for at 16 bits.
         int4: at 4 bits.

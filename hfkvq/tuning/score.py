@@ -25,7 +25,6 @@ class Score:
         milliseconds: of a decode step, or None.
         samples: number of independent samples.
         low: end of the value's 95 % interval, or None.
-        high: its other end.
         key_bits: mean width of the keys' channels as raised, without scales (MixKVQ's B_eff, equation 17), or None.
     """
 

@@ -49,8 +49,6 @@ class Plan:
         objective: on the samples of the search.
         held_out: on other samples.
         model: name of the model, for the record.
-        about: rest of the record.
-        cost: the second objective.
         tables: of TriAxialKV, by budget.
         fit: gives MixKVQ the room that its thresholds need, or None.
     """
@@ -228,7 +226,6 @@ def run(plan: Plan, on_progress: Callable[[int, str], Any], name: str | None = N
 
     Args:
         plan: of `make_plan`.
-        on_progress: see above.
         name: of the study; None takes the scheme, the model and the objective.
         **options: of `tune`.
 

@@ -49,9 +49,7 @@ class Point:
     """A trial that was measured.
 
     Attributes:
-        number: of the trial.
         knobs: values of the searched knobs.
-        preset: whole preset.
         score: on the samples that the search used.
         held_out: on others, if it was confirmed.
     """
@@ -74,10 +72,7 @@ class TuningStudy:
     Attributes:
         optuna: Optuna's study, for its plots and dashboards.
         preset: knobs that are not searched.
-        space: Optuna's distributions by knob.
         cost: the second objective, or the constraint's.
-        direction: of the first objective.
-        objective: its name.
         config: of the model, if the objective has one; `pick` counts bytes by it.
     """
 
@@ -197,7 +192,6 @@ class TuningStudy:
             context: see ``max_bytes``.
             batch: see ``max_bytes``.
             config: of the model that the bytes are counted for; the one that was tuned on by default.
-            accept: any other condition.
 
         Raises:
             ValueError: no point is under the limit; the message has the closest.
@@ -396,11 +390,9 @@ def tune(
 
     Args:
         scheme: knobs that are not searched, and schemes of single layers, stay as it has them.
-        objective: measures a preset.
         trials: finished ones wanted, of all processes and earlier calls together.
         seed: of the sampler, for the process that creates the study.
         space: ranges by knob, in place of the knobs' own; see `space_of`.
-        cost: the second objective.
         limits: most of a cost, by its name; trials beyond are measured and count as infeasible.
         tables: bits of tags by budget, for TriAxialKV (see `sweep`): the budget is searched beside the knobs.
         fit: completes a trial's preset by the model before it is measured and kept: MixKVQ's room by its thresholds

@@ -279,13 +279,10 @@ def gather(store: KVStore) -> None:
 
 
 def multiply(store: KVStore, dtype: torch.dtype, rows: int) -> None:
-    """Logits and weighted sums over pages by themselves."""
-    for i, (view, (keys, values)) in enumerate(zip(store.runs, store.format.runs, strict=True)):
-        count = [run_count(store.counters, i, side) for side in SIDES]
+    """Logits of pages by themselves."""
+    for i, (view, (keys, _)) in enumerate(zip(store.runs, store.format.runs, strict=True)):
         query = tensor(store.batch, store.heads, rows, store.dims["keys"], dtype)
-        kernels.qk_pages(query, view.table, count[0], view.keys, keys)
-        probs = torch.zeros(store.batch, store.heads, rows, view.table.shape[1] * keys.page_size, dtype=dtype)
-        kernels.sv_pages(probs, view.table, count[1], view.values, values, store.dims["values"])
+        kernels.qk_pages(query, view.table, run_count(store.counters, i, "keys"), view.keys, keys)
 
 
 def step(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, tokens: int, dim: int = 128) -> None:

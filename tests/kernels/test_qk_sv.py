@@ -124,12 +124,6 @@ def test_qk_shapes(backend, spec, head_dim, dtype):
     check_qk(backend, spec, head_dim, 4, dtype)
 
 
-@INTERPRETED
-@pytest.mark.parametrize(("spec", "head_dim", "dtype"), [shape for shape in SHAPES if "t" in shape[0]])
-def test_sv_shapes(backend, spec, head_dim, dtype):
-    check_sv(backend, spec, head_dim, 4, dtype)
-
-
 @pytest.mark.parametrize("counts", [[96, 1], [33, 64], [0, 0], [31, 95]])
 def test_counts(backend, counts):
     """Rows that end anywhere, and rows that hold nothing, whatever lies in the pages behind them."""
@@ -140,17 +134,15 @@ def test_counts(backend, counts):
 def test_many_rows(backend):
     """More queries than a program takes."""
     check_qk(backend, "4t64p32", 64, 40, torch.bfloat16)
-    check_sv(backend, "4t64p32", 64, 40, torch.bfloat16)
 
 
 @pytest.mark.parametrize("sms", [1, 2, 20])
 def test_splits(triton_backend, sms, monkeypatch):
-    """Any number of programs shares the pages of a row, and adds up to the same but for rounding."""
+    """Any number of programs shares the pages of a row."""
     from hfkvq.kernels.triton import products
 
     monkeypatch.setattr(products, "multiprocessors", lambda device: sms)
     check_qk(triton_backend, "4t64p32", 64, 4, torch.float32)
-    check_sv(triton_backend, "4t64p32", 64, 4, torch.float32)
 
 
 def test_no_pages(backend):
@@ -175,8 +167,3 @@ def test_opcheck(backend, spec):
     # The checker compares arguments with themselves, which NaN fails.
     parts = [part.nan_to_num(0.0) if part.is_floating_point() else part for part in parts]
     torch.library.opcheck(torch.ops.hfkvq.qk_pages.default, (q, table, count, parts, spec))
-    if "t" in spec:
-        parts = [part.to(backend) for part in pages(spec, "values", 80, [96, 96])[0]]
-        parts = [part.nan_to_num(0.0) if part.is_floating_point() else part for part in parts]
-        probs = torch.randn(ROWS, HEADS, 4, 96, device=backend)
-        torch.library.opcheck(torch.ops.hfkvq.sv_pages.default, (probs, table, count, parts, spec, 80))

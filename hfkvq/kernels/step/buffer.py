@@ -49,7 +49,6 @@ class StepState:
     Attributes:
         counters: see `decode_attention`; counts of sealed tokens lack what the last step has sealed.
         windows: sink keys, sink values, tail keys, tail values.
-        runs: the runs of pages.
         new: i32 (2, B), tokens of keys and values that the last step has sealed.
         sealed: i32 (B,), tokens of keys that the step before has sealed.
         index: i32 (B * m,) for keys and values: room for the slots that are due.
@@ -132,8 +131,6 @@ class Allocation(NamedTuple):
     Attributes:
         tensor: u8 (buffer_bytes(plan),).
         pages: u8 (buffer_bytes(plan, True),), where offloaded pages lie; None where they lie in ``tensor``.
-        state: the views.
-        plan: the layout.
     """
 
     tensor: Tensor
@@ -203,7 +200,6 @@ def views_of_buffer(buffer: Tensor, plan: StepPlan, pages: Tensor | None = None)
 
     Args:
         buffer: u8 (buffer_bytes(plan),).
-        plan: what it holds.
         pages: u8 (buffer_bytes(plan, True),), where offloaded pages lie; None where they lie in the buffer.
 
     Returns:

@@ -83,7 +83,6 @@ def advance(keys: Tensor, values: Tensor, state: StepState, plan: StepPlan) -> N
         values: (B, H, t, Dv).
         state: the layer's tensors; ``new`` and ``index`` say afterwards what is due: the first ``new[side, b]`` slots
             of row b of ``index``.
-        plan: what they hold.
     """
     form, tokens = plan.format, keys.shape[2]
     key = "advance", keys.shape, keys.stride(), keys.dtype, values.shape, values.stride(), values.dtype
@@ -251,10 +250,7 @@ def attend_and_seal(
     Args:
         whole: (B / fold, Hq, t, D), the queries as the model has them.
         q: (B, Hq, t, D), the same as the layer has them.
-        tokens: t.
-        arguments: of the call.
         state: the layer's tensors; ``new`` and ``index`` say what is due.
-        plan: what they hold.
         due: False where the host knows that nothing is.
         runs: where attention reads the pages; None where they are.
     """
@@ -323,7 +319,6 @@ def step(
         sinks: see `decode_attention`.
         buffer: u8, the layer's buffer, written in place.
         pages: u8, memory of offloaded pages, likewise; None where they lie in the buffer.
-        scaling: factor on the logits.
         softcap: see `decode_attention`.
         plan: `StepPlan.spec` of the buffer.
 

@@ -23,8 +23,6 @@ class StepPlan:
         store: name of the store's format (`StoreFormat.spec`).
         rows: B, rows of the store; heads that hold tokens of their own are rows.
         heads: H, KV heads of a row.
-        key_dim: D of the keys.
-        value_dim: D of the values.
         dtype: of the windows, as ``str(torch.dtype)``.
         blocks: pages of a row, for each run.
         tails: slots of the tail of keys and of values.

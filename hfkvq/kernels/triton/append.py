@@ -129,15 +129,11 @@ class NewTokens(NamedTuple):
 
     Attributes:
         keys: shape.
-        key_stride: likewise.
         values: shape.
-        value_stride: likewise.
         dtypes: of keys and of values.
         held: dtype of the windows.
         sink: tokens of the sink.
         key_tail: slots of the tail of keys.
-        value_tail: of values.
-        device: of everything.
     """
 
     keys: tuple[int, ...]

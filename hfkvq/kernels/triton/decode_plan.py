@@ -27,10 +27,8 @@ class Plan(NamedTuple):
 
     Attributes:
         launches: one for two runs each.
-        merge: joins their splits.
         sums: elements of the splits' sums, tops and weights, which lie one behind the other, each aligned.
         out: shape of the result.
-        dtype: of the result.
     """
 
     launches: tuple[Launch, ...]
@@ -116,12 +114,9 @@ def plan_of(
     Args:
         store: name of the store's format.
         query: of the queries, rotated or not.
-        windows: see `Windows`.
         blocks: pages of a row, for each run.
         scoring: of the logits.
-        device: of all tensors.
         rotate: rotation by which the kernel turns queries, 0 where that is done.
-        early: see `decode_attention`.
         edition: of the launch parameters.
         mapped: whether rows of the windows are others than those of the batch.
     """

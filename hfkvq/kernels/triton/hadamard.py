@@ -102,10 +102,8 @@ def turn_back_launch(blocks: int, rotate: int, dependent: bool, device: torch.de
     """A launch that rotates so many blocks back: it takes them in f32, and the result.
 
     Args:
-        blocks: how many there are.
         rotate: the rotation, of blocks of 256 channels or more.
         dependent: whether this one may start before the launch that writes the blocks is done.
-        device: of both tensors.
     """
     constants = {"ROTATE": rotate, "PDL": dependent, "num_warps": 4, **({"launch_pdl": True} if dependent else {})}
     return Launch(turn_back_kernel, (blocks,), {"norm": factor_of(rotate)}, constants, device)

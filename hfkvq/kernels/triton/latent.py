@@ -30,11 +30,9 @@ class LatentPlan(NamedTuple):
 
     Attributes:
         attend: attends to a split of a row.
-        merge: joins the splits.
         turn: rotates what is merged back; None where the merge does.
         part: shape of the splits' sums, which end with the channels.
         out: shape of the result.
-        dtype: of the result.
     """
 
     attend: Launch

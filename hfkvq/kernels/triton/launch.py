@@ -37,7 +37,6 @@ class Launch:
         grid: programs.
         numbers: arguments behind the tensors, by name in any order.
         constants: the rest by name, options of the launch included.
-        device: of the tensors.
         nest: makes of tensors in a row (or of their addresses) what the kernel takes: tuples, None, views in another
             dtype. None takes them as they come.
         most: programs that a multiprocessor is to run at a time; 0 for as many as fit. See `room_of`.

@@ -90,11 +90,9 @@ def merge_launch(
 
     Args:
         part: shape of the first.
-        queries: Q.
         sinks: how many there are, and their dtype; None for none.
         rotate: rotation of the values, 0 for none.
         dependent: whether the launch before is the kernel that writes the splits, and says when this one may start.
-        device: of all of them.
         dtype: of the result. Another one is another variant of the kernel.
     """
     programs, splits, rows, value_dim = part

@@ -24,8 +24,6 @@ class PairFormat(NamedTuple):
         value_words: of a field of values.
         stages: loads of the page loop in flight.
         part: tokens of a step that have a maximum of their own.
-        key_norm: whether keys are normed.
-        value_norm: whether values are.
         open: whether the page loop takes pages that are not full.
         rests: whether blocks of loose tokens take those, where tokens have positions.
         digits: whether the page loop makes integer products.

@@ -95,8 +95,6 @@ class Answers(Written):
     """Result of a cache on one batch.
 
     Attributes:
-        ids: see `Written`.
-        lengths: see `Written`.
         logits: f32 (rows, n, vocabulary), what the first rows' tokens were chosen by.
         cache: as it is after the answers.
         after_prompt: a copy from before the first answer token was fed.
@@ -159,8 +157,6 @@ def predictions(subject: Subject, batch: Batch, mine: Answers, baseline: Written
     what they always are. ``mine.after_prompt`` is used up by that.
 
     Args:
-        subject: the model.
-        batch: the prompts.
         mine: the answers of the cache under test.
         baseline: the answers to be predicted.
 

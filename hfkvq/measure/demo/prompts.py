@@ -52,7 +52,6 @@ class Subject:
     """A model under test, with what is particular to it.
 
     Attributes:
-        name: for the report.
         model: ready for ``generate``.
         tokenizer: pads on the left.
         reference: whether it is the reference model, which knows the exact form of each answer.
@@ -75,8 +74,6 @@ def load(
 
     Args:
         model: its name as `find_model` takes it, or what that found.
-        device: where to.
-        dtype: see `hfkvq.measure.models.load_model`.
         outliers: factor by which some key channels of the reference model are enlarged.
 
     Raises:
@@ -97,8 +94,6 @@ class Batch:
     """Prompts of one task that are run together.
 
     Attributes:
-        task: full name.
-        examples: what was asked.
         ids: i64 (B, T), padded on the left.
         mask: i64 (B, T), 0 at padding.
         limit: most tokens of an answer.

@@ -29,7 +29,6 @@ class Settings:
     Attributes:
         tasks: names, see `hfkvq.measure.demo.prompts.full_name`.
         schemes: preset names, "all", or none for those of a quick look.
-        samples: examples of each task.
         batch_size: most prompts run together.
         max_new_tokens: most tokens of an answer; None depends on the task, see `make_batches`.
         kl_tokens: positions of each task over which the KL divergence is measured, about: as many whole rows as it
@@ -83,8 +82,6 @@ def run_demo(
     """Runs every cache on every task, one cache after the other.
 
     Args:
-        subject: the model.
-        settings: tasks, schemes, sizes.
         on_progress: called before each batch with the cache's name, the task and the share of the work done, and while
             kernels are compiled.
         schemes: by name, in place of the settings' presets.

@@ -54,7 +54,6 @@ class Perplexity:
 
     Attributes:
         nll: f32 (W, n), ``-log p`` of each scored token, in nats.
-        bill: its memory.
     """
 
     nll: Tensor
@@ -72,7 +71,6 @@ class Divergence(Perplexity):
 
     Attributes:
         name: as it was asked for.
-        preset: what was measured.
         kld: f32 (W, n), ``KL(baseline || scheme)`` of each scored token, in nats.
         agrees: bool (W, n), whether both have the same most likely token.
     """
@@ -106,9 +104,7 @@ class Measured:
     """Result of `measure`.
 
     Attributes:
-        baseline: of the stock cache.
         schemes: in the order they were given.
-        windows: how many, W.
         scored: tokens scored of each, n.
     """
 
@@ -138,7 +134,6 @@ def compare_logits(baseline: Tensor, other: Tensor, labels: Tensor) -> tuple[Ten
 
     Args:
         baseline: logits of p, (N, vocabulary).
-        other: logits of q, likewise.
         labels: the tokens that came, i64 (N,).
 
     Returns:
@@ -326,7 +321,6 @@ def measure(
         batch_size: windows run together.
         tokenizer: the model's; the ``triaxial`` scheme reads roles by its chat template, and without it holds all
             tokens in 4 bits. Chunks of more than one token are tagged as parts of a prompt, single ones as generated.
-        keep_bytes: see above.
         on_progress: called before each cache of each batch with its name and the share of the work done, and while
             kernels are compiled.
 

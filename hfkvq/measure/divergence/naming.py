@@ -72,15 +72,12 @@ class PlainCache(OtherCache):
 
     Args:
         kind: a subclass of `transformers.Cache`.
-        options: further arguments.
-        about: see `OtherCache`.
     """
 
     def __init__(self, kind: type[Cache], options: Mapping[str, Any], about: str = "") -> None:
         self.kind, self.options, self.about = kind, dict(options), about
 
     def to_dict(self) -> dict[str, Any]:
-        """See `OtherCache.to_dict`."""
         return {"cache": self.kind.__name__, "simulated": False, **self.options}
 
     def make(self, config: Any) -> Cache:
@@ -88,14 +85,12 @@ class PlainCache(OtherCache):
         return self.kind(config=config.get_text_config(decoder=True), **self.options)  # type: ignore[call-arg]
 
     def check(self, config: Any) -> None:
-        """See `OtherCache.check`."""
         try:
             self.make(config)
         except TypeError as error:
             raise ValueError(f"schemes: {self.kind.__name__} does not take these options: {error}.") from None
 
     def prepare(self, model: Any, tokenizer: Any, tokens: Tensor) -> Callable[[], Cache]:
-        """See `OtherCache.prepare`."""
         return lambda: self.make(model.config)
 
     def bits(self, cache: Cache) -> tuple[float, float]:

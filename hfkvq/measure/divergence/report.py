@@ -75,7 +75,6 @@ def as_record(measured: Measured, seed: int, about: Record, names: Sequence[str]
     """Everything in the table, and what it takes to repeat it.
 
     Args:
-        measured: the measurement.
         seed: of the bootstrap.
         about: model, dtype, device, text and settings.
         names: of the texts, one a window.

@@ -69,11 +69,7 @@ def measure_text(
 
     Args:
         model: see `hfkvq.measure.models.find_model`.
-        chosen: schemes by name.
         text: files; see `find_texts`.
-        dataset: likewise.
-        part: likewise, its split.
-        field: likewise.
         context: tokens of a window.
         prefill: of them, the prompt; None is half.
         chunk: tokens fed at a time behind it.
@@ -82,8 +78,6 @@ def measure_text(
         dtype: of the model; None is the checkpoint's.
         device: where to; None is the CPU.
         seed: of the bootstrap, and of the reference model's own text.
-        command: who asks, for errors.
-        on_progress: see `measure`.
 
     Raises:
         ValueError: see there.

@@ -15,13 +15,7 @@ from .naming import OtherCache
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model without its weights.
-
-    Attributes:
-        source: where they are.
-        config: of the model.
-        tokenizer: of the model.
-    """
+    """A model without its weights."""
 
     source: Source
     config: Any

@@ -24,9 +24,7 @@ class Text:
     """One of the texts that windows are cut from.
 
     Attributes:
-        name: for the record.
         documents: read as far as they are needed.
-        separator: put between documents.
     """
 
     name: str
@@ -154,7 +152,6 @@ def cut(texts: Sequence[Text], tokenizer: Any, context: int, limit: int) -> Wind
     So the first windows of the result, and the rest of them, are of all texts.
 
     Args:
-        texts: one or more.
         tokenizer: the model's. If it begins texts with a token of its own (BOS), every window begins with it.
         context: tokens of a window, T.
         limit: most windows.

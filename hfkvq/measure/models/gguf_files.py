@@ -52,7 +52,6 @@ def unpack(path: Path, sha256: str | None = None) -> Path:
     name.
 
     Args:
-        path: of the file.
         sha256: that the file must have; None takes any.
 
     Returns:

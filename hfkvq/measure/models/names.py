@@ -162,8 +162,6 @@ def load_model(source: Source, device: str | torch.device = "cpu", dtype: torch.
     """The model in eval mode; one of images and text where there is none of text alone.
 
     Args:
-        source: see `find_model`.
-        device: where to.
         dtype: None takes bf16 for the reference model and for GGUF files, what the checkpoint says for any other.
 
     Raises:

@@ -33,8 +33,6 @@ class CachedLayer:
         window: tokens of a sliding window that a compressed cache holds in pages; 0 for none. Layers without either
             stay as Transformers makes them.
         heads: KV heads; 0 if it caches no keys.
-        key_dim: D of the keys.
-        value_dim: D of the values.
     """
 
     compressed: bool
@@ -60,7 +58,6 @@ class Outline:
     """A model without its weights.
 
     Attributes:
-        config: of the model.
         layers: what the cache's layers hold, in the model's order (with shared layers fewer than the model has).
         parameters: of the model, tied ones once.
         linear: those of linear layers and experts, which quantized checkpoints compress.

@@ -97,8 +97,6 @@ def arithmetic(steps: int, *, seed: int, split: Split = "train") -> Example:
 
     Args:
         steps: number of steps; numbers stay between 0 and 999.
-        seed: the example's number within its split.
-        split: "train" or "eval".
     """
     task = f"arithmetic-{steps}"
     rng = random_stream(split, task, seed)

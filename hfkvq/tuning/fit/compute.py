@@ -31,7 +31,6 @@ class Computed:
 
     Attributes:
         about: model, memory and lengths, as plain values.
-        found: outline of the model.
         weights: bytes of its weights.
         presets: by name; None is Transformers' own cache.
         plans: of the presets, in their order.
@@ -78,7 +77,6 @@ def compute(
         schemes: names, with commas; None takes the stock cache, and those of ``default`` that can hold the heads.
         dtype: of weights and cache; None is the checkpoint's.
         overhead: other bytes on the device.
-        narrow: see `cache_bytes`.
         beyond: allow a context longer than the model's positions.
         default: names, of which latents are offered those that attend to them as they are stored; None for a preset
             or two of each scheme.

@@ -281,10 +281,7 @@ def layer_bytes(
     between two trims if tokens are generated. Rows are taken to be equally long.
 
     Args:
-        scheme: of the layer.
         heads: KV heads.
-        key_dim: D of the keys.
-        value_dim: D of the values.
         itemsize: bytes of an element of the model's dtype.
         batch: rows.
         come: how the tokens come.

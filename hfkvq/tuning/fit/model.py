@@ -65,7 +65,6 @@ def weights_of(outline: Outline, dtype: torch.dtype, stored: int | None = None) 
     """Bytes by parameters and dtype; of quantized checkpoints ``stored``, or an estimate by their bits.
 
     Args:
-        outline: of the model.
         dtype: of weights that are not quantized.
         stored: bytes of the checkpoint, if they are known.
     """
@@ -241,7 +240,6 @@ def fits(
         max_bytes: of the cache alone, e.g. "2GiB".
         context: see `cache_bytes`.
         batch: see `cache_bytes`.
-        dtype: see `cache_bytes`.
         **come: see `cache_bytes`.
     """
     limit, model = parse_size(max_bytes, "max_bytes"), outline_of(config)
@@ -253,7 +251,6 @@ class Plan:
     """Bytes of a cache, and of the memory beside it.
 
     Attributes:
-        name: of the cache.
         cache: bytes at the batch and context asked for.
         peak: estimated bytes of the prompt's last piece, beside the cache.
         left: bytes left, negative if it does not fit.
@@ -285,14 +282,8 @@ def plan(
     """Plan of a cache: bytes, and the largest batch and context by bisection.
 
     Args:
-        config: see `cache_bytes`.
-        name: of the cache.
         preset: see `cache_bytes`.
-        weights: of the model.
         memory: bytes of the device.
-        context: asked for.
-        batch: asked for.
-        dtype: of the cache.
         overhead: other bytes on the device.
         come: lengths of tokens; its prompt is the context less the generated tokens.
         most: longest context that is looked for.

@@ -48,7 +48,6 @@ class Loss:
         perplexity: beside `DynamicCache`'s, as a ratio.
         interval: of it, 95 %; None where one window tells none, and of the figures that the package brings along.
         kld: mean divergence from `DynamicCache`, nats.
-        kld_interval: of it.
         verdict: safe, lossy or unsafe (`hfkvq.measure.doctor`), by divergence on the model itself; None of the figures
             that the package brings along.
         against: reasons against it.
@@ -83,12 +82,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Choice:
-    """Recommended cache.
-
-    Attributes:
-        row: the cache.
-        reason: a sentence.
-    """
+    """Recommended cache."""
 
     row: Row
     reason: str
@@ -118,7 +112,6 @@ def make_rows(done: Computed, measured: dict[str, Loss] | None = None) -> list[R
     """A row for each cache that was computed.
 
     Args:
-        done: plans of all caches.
         measured: losses of this model, by name; None takes those of SmolLM2, of which latents tell nothing.
     """
     rows = []
@@ -150,7 +143,6 @@ def choose(rows: Sequence[Row], users: int | None, most_loss: float) -> Choice |
     """Chooses one of the caches that fit; None if none does, or all that do are unsafe on the model.
 
     Args:
-        rows: of all caches.
         users: rows that must fit at the context asked for. Then the one that loses least; without it, the one that
             holds most of those that lose little enough.
         most_loss: perplexity may grow by this share.

@@ -182,13 +182,6 @@ def fit_scale(
 
     Args:
         b_units: this and what follows as `in_steps` returns them.
-        b_scale: see there.
-        b_zero: likewise.
-        b_low: likewise.
-        b_step: likewise.
-        b_per_step: likewise.
-        b_count: likewise.
-        b_sum: likewise.
         LEVELS: greatest code, 3 or 15.
         FIT: 2, 3 or 4.
         SIZE: elements of a group.

@@ -119,15 +119,9 @@ def _launch(
     """Takes a side's tensors, table, count, new, source, index, and what is given of widths, weights and factors.
 
     Args:
-        fmt: name of the page format.
         side: "keys" or "values".
         shape: of the source, but for its tokens.
-        stride: of the source.
-        dtype: of the source.
-        stored: of what pages hold unquantized.
-        device: of everything.
         blocks: pages of a row.
-        tokens: columns of the index.
         rule: by which the kernel chooses raised channels, or "".
         given: whether there are widths, whether there are weights, and the dtype of factors, None for none.
     """
