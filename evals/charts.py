@@ -31,7 +31,7 @@ def new_figure(width: float, height: float, columns: int = 1, rows: int = 1, **o
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots: matplotlib is not installed; pip install 'hfkvq[plot]'.") from error
+        raise ImportError("charts: matplotlib is not installed; pip install matplotlib.") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -165,12 +164,6 @@ def check_writable(path: Path) -> None:
         raise typer.BadParameter(f"got {path}, {reason}") from None
 
 
-def _picture(path: Path) -> None:
-    check_writable(path)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("matplotlib is not installed; pip install 'hfkvq[plot]'.")
-
-
 def input_file(help: str, *names: str, argument: bool = False) -> Any:
     """An option, or an argument, of a file or files that are read; others are refused before anything slow."""
     if argument:
@@ -181,11 +174,6 @@ def input_file(help: str, *names: str, argument: bool = False) -> Any:
 def output_file(help: str, *names: str) -> Any:
     """An option of a file that is written; refused before anything slow where it could not be."""
     return typer.Option(*names, metavar="FILE", callback=_each(lambda path: check_writable(path)), help=help)
-
-
-def picture_file(help: str, *names: str) -> Any:
-    """An option of a picture that is written, which needs matplotlib."""
-    return typer.Option(*names, metavar="FILE", callback=_each(_picture), help=help)
 
 
 class DType(str, Enum):

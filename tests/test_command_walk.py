@@ -19,7 +19,7 @@ from hfkvq.cli import app
 
 COMMAND = typer.main.get_command(app)
 
-OUTPUTS = {"out", "json_file", "png"}
+OUTPUTS = {"out", "json_file"}
 """Parameters of files that are written; all other paths are read."""
 
 MODELS = ["/no/such/folder", "./none", "{folder}", "{missing}.gguf", "{empty}.gguf", "{model}"]

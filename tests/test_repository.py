@@ -94,7 +94,7 @@ def test_constraints_pin_and_cover_every_requirement():
     assert [line for line, pin in zip(entries, pins, strict=True) if pin is None] == []
 
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    extras = "plot|real|eval|tune|postgres|serve|docs|dev"
+    extras = "real|eval|tune|postgres|serve|docs|dev"
     blocks = re.findall(rf"^(?:dependencies|{extras}) = \[(.*?)\]$", project, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2 + extras.count("|")
     named = {normal(name) for block in blocks for name in re.findall(r'"([A-Za-z0-9_.-]+)', block)}

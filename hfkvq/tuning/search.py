@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -365,28 +364,3 @@ def notes(plan: Plan, study: TuningStudy, picked: Point) -> Iterator[str]:
         ]
         if rivals:
             yield f"These samples do not distinguish it from presets within its interval: {', '.join(rivals)}."
-
-
-def save_front(study: TuningStudy, picked: Point, path: Path) -> None:
-    """Draws the Pareto front as Optuna does, with the presets."""
-    from matplotlib import pyplot
-    from optuna.exceptions import ExperimentalWarning
-    from optuna.visualization import matplotlib as pictures
-
-    cost = study.cost
-    with pyplot.rc_context(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        names = [cost, study.objective]
-        axes = pictures.plot_pareto_front(study.optuna, targets=lambda t: t.values[::-1], target_names=names)
-        for name, (score, _) in study.references().items():
-            at = score.cost(cost), score.value
-            axes.plot(*at, "s", color="black", markersize=5)
-            axes.annotate(name, at, (5, 3), textcoords="offset points", fontsize=8)
-        at = picked.score.cost(cost), picked.score.value
-        axes.plot(*at, "o", color="black", markersize=13, markerfacecolor="none", label="recommended")
-        axes.legend()
-        if study.direction == "minimize" and min(point.score.value for point in study.points()) > 0:
-            axes.set_yscale("log")
-        figure: Any = axes.get_figure()
-        figure.savefig(path, dpi=150, format="png", bbox_inches="tight")
-        pyplot.close(figure)

@@ -20,9 +20,7 @@ from hfkvq.terminal import (
     number_option,
     output_file,
     pick_device,
-    picture_file,
     print_notes,
-    print_saved,
     split,
     tokens_option,
 )
@@ -117,7 +115,6 @@ def tune(
     device: Device = "auto",
     dtype: ModelDType = DType.auto,
     out: Annotated[Path | None, output_file("Write the recommended preset to this file.")] = None,
-    png: Annotated[Path | None, picture_file("Plot the Pareto front.")] = None,
 ) -> None:
     """Search a scheme's options for your model: the best cache at each cost, and the best within a limit.
 
@@ -133,7 +130,7 @@ def tune(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
     from . import search
-    from .search import notes, save_front, table
+    from .search import notes, table
     from .storage import hidden
 
     kept = storage or "sqlite:///hfkvq-tuning.db"
@@ -190,6 +187,3 @@ def tune(
     if out is not None:
         search.save(plan, study, picked, out)
         console.print(f"Saved {out}; use it with MixedKVCache(model, {str(out)!r}).", highlight=False)
-    if png is not None:
-        save_front(study, picked, png)
-        print_saved(console, png)
