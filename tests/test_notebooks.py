@@ -21,12 +21,14 @@ SHORTER = {
         "WINDOWS, SCORED = 4, 96": "WINDOWS, SCORED = 2, 64",
         "trials=10": "trials=6",
         "recall(24, seed=seed": "recall(8, seed=seed",
+        "zip(start, points, strict=False)} |": "zip(start[:1], points, strict=False)} |",
     },
     "01_quickstart": {
         '"best-4.3", "best-3.4", "saw-int4", "kivi-2"]': '"kivi-2"]',
         'task = "recall-80"': 'task = "recall-24"',
     },
     "03_add_a_scheme": {"TOKENS = 640": "TOKENS = 384", '"kitty", "span", "kitty-pro",': '"span",'},
+    "06_what_the_cache_looks_like": {"[:, :672]": "[:, :416]"},
     "05_agent_conversations": {"for seed in range(3)": "for seed in range(1)"},
 }
 
@@ -53,6 +55,9 @@ LAYERS = {"06_what_the_cache_looks_like": 8}
 
 # No name of an earlier notebook is left, and no scheme.
 CLEAN = """
+import gc
+# What notebooks have imported is many objects, which no reset has to go through again.
+gc.freeze()
 %reset -f
 from hfkvq.caches.schemes import base
 for name in [name for name, (scheme, _) in base._PRESETS.items() if scheme.__module__ == "__main__"]:

@@ -134,10 +134,8 @@ def by_layout() -> list[str]:
     return list(found.values())
 
 
-def kinds() -> list[str]:
-    """Names of presets, without those that are other knobs of the same code."""
-    return [name for name in for_all_models() if name in cases()]
-
+OF_EACH_SCHEME = ("arkv", "full", "h2o", "kitty-pro", "kivi-2", "kvarn", "mixkvq", "saw-int4", "snapkv", "triaxial")
+"""A preset of each scheme, where presets of one scheme differ in numbers alone."""
 
 ALIKE = frozenset(
     {"kitty", "best-2.5", "best-2.8", "best-4.3", "kvarn-k4v4", "kvarn-k2v2", "kivi-4", "int4", "saw-int4-kv"}

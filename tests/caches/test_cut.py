@@ -92,7 +92,7 @@ def general(monkeypatch):
 @pytest.mark.parametrize(("name", "rows"), [(name, 2) for name in KNOBS if name not in ("quant", "bytes, few")])
 def test_it_leaves_what_the_general_way_leaves(name, rows, monkeypatch):
     """The same tokens in the same tiers, and the same from then on, trims and another prompt included."""
-    first, second = layers_of(KNOBS[name]), layers_of(KNOBS[name])
+    first, second = layers_of(KNOBS[name], 2), layers_of(KNOBS[name], 2)
     for chunks in ([90], [1, 1, *[1] * 20, 30, 1]):
         got = run(first, rows, chunks)
         with monkeypatch.context() as patch:

@@ -35,10 +35,7 @@ def test_every_mode_of_generate(mode, length):
     assert PythonGraph.made
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name in SCHEMES if name not in ("kivi-2", "saw-int4-kv", "mixkvq-r1-llama-8b", "pyramidkv+mixkvq")],
-)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_steps_of_every_scheme_are_those_without_graphs(name, monkeypatch):
     """Growing across several homes, with padding: the tokens of an eager cache."""
     # Fewer than by itself, so that fewer steps fill the first home.

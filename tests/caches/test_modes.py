@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from hfkvq import MixedKVCache
 from hfkvq.caches.attention.interface import hfkvq_attention
 from hfkvq.caches.base.model_calls import with_cache
-from tests.caches.driver import assert_same_bits, distinct, row, small, stored
+from tests.caches.driver import OF_EACH_SCHEME, assert_same_bits, distinct, row, small, stored
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
 
@@ -115,11 +115,11 @@ def maker(name, driver, request):
 
 @pytest.mark.parametrize(
     ("turn", "name", "driver"),
-    [(i, name, "captured") for i, name in enumerate(distinct())]
-    + [(i, name, "growing") for i, name in enumerate(distinct()) if i % 3 == 0],
+    [(i, name, "captured") for i, name in enumerate(OF_EACH_SCHEME)]
+    + [(i, name, "growing") for i, name in enumerate(OF_EACH_SCHEME) if i % 3 == 0],
 )
 def test_modes_that_change_in_a_life(turn, name, driver, request):
-    """Each preset begins with another mode; its 17 calls go through all. In some modes no step is captured."""
+    """Each begins with another mode; its 17 calls go through all. In some modes no step is captured."""
     make, modes = maker(name, driver, request), list(MODES.values())
     expected = live(MODEL(), make, itertools.repeat(contextlib.nullcontext))
     assert driver != "captured" or PythonGraph.made or make().graphs is None
@@ -138,7 +138,7 @@ def test_modes_change_nothing(name, driver, request):
         assert_same(live(MODEL(), make, itertools.repeat(mode)), expected)
 
 
-@pytest.mark.parametrize(("turn", "name"), list(enumerate(distinct())))
+@pytest.mark.parametrize(("turn", "name"), list(enumerate(OF_EACH_SCHEME)))
 def test_autocast_of_what_attention_is_given(turn, name):
     """Keys in float32 after RoPE, values as autocast has them: bits and outputs are those of both in its dtype."""
     capacity, dtype = (None, 160)[turn % 2], (torch.bfloat16, torch.float16)[turn // 2 % 2]

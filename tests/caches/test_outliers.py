@@ -112,15 +112,13 @@ def test_every_preset_has_bounds():
     assert max(FACTORS.values()) == 100
 
 
-# Channels with scales of their own do not feel factors: a few of those will do.
+# Quick runs take presets with a scale a token; slow ones those whose channels have scales of their own, too.
+QUICK = (("saw-int4", "biases"), ("int4", "factors"), ("triaxial", "biases"), ("full", "biases"))
+MOST = [(name, kind) for name in BOUNDS for kind in GRAFTS if kind == "biases" or name in ("kvarn-k2v2", "int4")]
+
+
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        (name, kind)
-        for name, bounds in BOUNDS.items()
-        for kind in GRAFTS
-        if (kind == "biases" and name != "best-4.3") or name in ("kvarn-k2v2", "int4")
-    ],
+    ("name", "kind"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in MOST if each not in QUICK)]
 )
 def test_divergence_of_presets(name, kind, caplog):
     """Bounded, or else warned of; and no warning where it is bounded."""

@@ -234,7 +234,7 @@ def test_a_failed_step_can_be_taken_again(name, which, of, monkeypatch):
     """Its token is stored once, whatever has failed, and what was due with it is sealed."""
     scheme, generator = small(name), torch.Generator().manual_seed(0)
     one, other = layer_of(scheme), layer_of(scheme, buffered=False)
-    for at, tokens in enumerate((60, *[1] * 40)):
+    for at, tokens in enumerate((60, *[1] * 24)):
         given = states(1, tokens, 32, torch.float32, "cpu", generator)
         expected = step(other, given)
         failed = False

@@ -1,15 +1,16 @@
 """Charts: intervals of shares, and what a picture shows."""
 
 import pytest
-from scipy.stats import binomtest
 
 from evals.charts import Column, Mark, save_chart, share
 
-figures = pytest.importorskip("matplotlib.figure")
+# SciPy and matplotlib take seconds to import, which processes that collect tests do not need.
 
 
 @pytest.mark.parametrize(("right", "total"), [(0, 8), (3, 8), (8, 8), (191, 192)])
 def test_intervals_of_shares_are_those_of_scipy(right, total):
+    from scipy.stats import binomtest
+
     expected = binomtest(right, total).proportion_ci(0.95, method="wilson")
     found = share(right, total)
     assert found.value == pytest.approx(100 * right / total)
@@ -18,7 +19,7 @@ def test_intervals_of_shares_are_those_of_scipy(right, total):
 
 @pytest.mark.parametrize("logarithmic", [False, True])
 def test_a_picture_has_a_dot_and_a_number_a_value(tmp_path, monkeypatch, logarithmic):
-    drawn = []
+    drawn, figures = [], pytest.importorskip("matplotlib.figure")
     monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     marks = {"full": Mark(2.0, 0.0, 3.0), "kitty": Mark(40.0), "broken": Mark(0.0), "unknown": Mark(1.0)}
     empty = Column("nothing", {"unknown": Mark(1.0)})

@@ -19,13 +19,24 @@ GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def pytest_collection_modifyitems(items):
-    """Cases under the interpreter are dropped where a test's mark ``interpreted`` names none of their values."""
+    """Cases under the interpreter are dropped where a test's mark ``interpreted`` leaves them out.
+
+    ``interpreted("a", "b")`` keeps cases of these values. Of a product, ``turns=2, over=("spec", "kind")`` keeps those
+    whose places in both add up to a multiple of two: every second kind of a spec, the others of the next one.
+    """
+
+    places = {}
 
     def is_run(item):
         marker, params = item.get_closest_marker("interpreted"), getattr(item, "callspec", None)
         if marker is None or "interpret" not in params.params.values():
             return True
-        return any(value in marker.args for value in params.params.values() if isinstance(value, str))
+        # Of each parameter, its values in the order in which they come.
+        over = [(places.setdefault((item.function, x), {}), params.params[x]) for x in marker.kwargs.get("over", ())]
+        if sum(known.setdefault(value, len(known)) for known, value in over) % marker.kwargs.get("turns", 1):
+            return False
+        named = any(value in marker.args for value in params.params.values() if isinstance(value, str))
+        return named or bool(over and not marker.args)
 
     items[:] = [item for item in items if is_run(item)]
 

@@ -601,7 +601,7 @@ def test_what_is_remembered_is_what_would_be_made_afresh(noted, name):
     usual_one, draw = usual(name), random.Random(name)
     asked = [{option: value} for option, values in options.items() for value in values[1:]]
     asked += [
-        {option: draw.choice(values) for option, values in options.items() if draw.random() < 0.12} for _ in range(30)
+        {option: draw.choice(values) for option, values in options.items() if draw.random() < 0.12} for _ in range(15)
     ]
     for other in asked:
         call(**usual_one)

@@ -61,6 +61,7 @@ def test_nothing_to_gain_is_factors_of_one(backend, axis):
 SHAPES = [("channel", 32, 64), ("token", 32, 64), ("channel", 24, 80), ("token", 8, 72)]
 
 
+@pytest.mark.interpreted(turns=2, over=("axis", "kind"))
 @pytest.mark.parametrize(("axis", "page", "dim"), SHAPES)
 @pytest.mark.parametrize("kind", ["plain", "tokens", "channels", "bad", "tiny"])
 def test_kernel_is_reference(triton_backend, axis, page, dim, kind):

@@ -74,14 +74,14 @@ def check_sv(device, spec, head_dim, rows, dtype, counts=None):
     assert not got[count == 0].any()
 
 
-@pytest.mark.interpreted("2c8p32+4x8+16x3", "2t20p32", "4t80p16", "16t80p32")
+@pytest.mark.interpreted("2c8p32+4x8+16x3", "2t20p32", "4t80p16", "16t80p32", turns=2, over=("spec", "rows"))
 @pytest.mark.parametrize("rows", [1, 4, 7])
 @pytest.mark.parametrize("spec", ["2c32p32", "2c8p32+4x8+16x3", "4c12p24", "2t20p32", "4t80p16", "8t80p32", "16t80p32"])
 def test_qk(backend, spec, rows):
     check_qk(backend, spec, 80, rows, torch.float32)
 
 
-@pytest.mark.interpreted("2t20p32", "4t80p16", "8t20p32")
+@pytest.mark.interpreted("2t20p32", "4t80p16", "8t20p32", turns=2, over=("spec", "rows"))
 @pytest.mark.parametrize("rows", [1, 4, 7])
 @pytest.mark.parametrize("spec", ["2t20p32", "4t80p16", "2t80p24", "8t80p32", "8t20p32", "16t80p32"])
 def test_sv(backend, spec, rows):
@@ -158,12 +158,10 @@ def test_no_pages(backend):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("spec", ["2c8p32+4x8+16x3", "4t80p32"])
-def test_opcheck(backend, spec):
-    parts, table, count, _, _ = pages(spec, "keys", 80, [96, 96])
+def test_opcheck(backend):
+    parts, table, count, _, _ = pages("2c8p32+4x8+16x3", "keys", 80, [96, 96])
     q = torch.randn(ROWS, HEADS, 4, 80, device=backend)
-    table, count = table.to(backend), count.to(backend)
-    parts = [part.to(backend) for part in parts]
     # The checker compares arguments with themselves, which NaN fails.
-    parts = [part.nan_to_num(0.0) if part.is_floating_point() else part for part in parts]
-    torch.library.opcheck(torch.ops.hfkvq.qk_pages.default, (q, table, count, parts, spec))
+    parts = [(part.nan_to_num(0.0) if part.is_floating_point() else part).to(backend) for part in parts]
+    arguments = (q, table.to(backend), count.to(backend), parts, "2c8p32+4x8+16x3")
+    torch.library.opcheck(torch.ops.hfkvq.qk_pages.default, arguments)

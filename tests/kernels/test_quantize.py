@@ -130,7 +130,7 @@ def test_reserved_pages_hold_anything():
     assert torch.equal(got[:1], dequantize_pages(quantize_pages(x, fmt, "keys"), fmt, "keys", 32))
 
 
-@pytest.mark.parametrize("spec", ["2c8p16", "2c16p16+4x8+16x8", "4t16p16", "16t16p16", "2c16p16n+4x8", "4t16p16n"])
+@pytest.mark.parametrize("spec", ["2c16p16+4x8+16x8", "4t16p16n"])
 def test_opcheck(spec):
     fmt = PageFormat.parse(spec)
     parts = quantize_pages(torch.randn(2, 2, 16, 32), fmt, "keys")

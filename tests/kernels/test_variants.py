@@ -22,20 +22,25 @@ from hfkvq.kernels.compile import compile_layers, normal
 
 ROOT = Path(__file__).resolve().parents[2]
 
-WINDOWS = ("full@128", "kitty-pro@2048")
-
-PRESETS = ("best-3.4", "kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "kvarn", "full", *WINDOWS)
+QUICK = ("best-3.4", "mixkvq", "saw-int4", "arkv", "kvarn", "kitty-pro@2048")
+SLOW = ("kitty-pro", "triaxial", "full", "full@128")
+PRESETS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What `launched_kernels` says, in a process of its own: at its import Triton decides whether it compiles."""
+def told(request, tmp_path_factory):
+    """What `launched_kernels` says of the presets that tests are run for.
+
+    In a process of its own: at its import Triton decides whether it compiles.
+    """
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     folder = tmp_path_factory.mktemp("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"OMP_NUM_THREADS": "1", "HFKVQ_TUNING": str(folder / "none.json"), "TRITON_CACHE_DIR": str(folder)}
-    command = [sys.executable, "-m", "tests.kernels.launched_kernels", ",".join(PRESETS)]
+    params = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    presets = dict.fromkeys(x.params["preset"] for x in params if x is not None and "preset" in x.params)
+    command = [sys.executable, "-m", "tests.kernels.launched_kernels", ",".join(presets or QUICK[:1])]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,5 +1,7 @@
 """`hf-kvq`: answers and log-likelihoods through the cache, against lm-eval's own model and against loops by hand."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -309,11 +311,13 @@ def test_answers_kept_by_lm_eval_are_refused(make, tmp_path):
 
 # peft asks Transformers for names that are on their way out.
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_adapters():
+def test_adapters(subject):
     """The model below an adapter shows the cache its ids, and its config."""
     peft = pytest.importorskip("peft")
-    model, tokenizer = load_reference(torch.float32)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    model, tokenizer = subject
+    wrapped = peft.get_peft_model(
+        copy.deepcopy(model), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
     lm = HFKVQ(pretrained=wrapped, tokenizer=tokenizer, scheme="full", max_length=256)
     texts = generate(lm, sentences(2, 10))
     merged = HFKVQ(pretrained=wrapped.merge_and_unload(), tokenizer=tokenizer, scheme="none", max_length=256)

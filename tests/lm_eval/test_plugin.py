@@ -95,7 +95,7 @@ def test_start_files_name_the_module():
 
 def test_costs_of_evaluations():
     """Of all evaluations since a scheme was chosen."""
-    lm = hfkvq.lm_eval.model.HFKVQ(pretrained=str(reference_path()), device="cpu", scheme="kivi-2", batch_size=2)
+    lm = hfkvq.lm_eval.model.HFKVQ(pretrained=str(reference_path()), device="cpu", scheme="kivi-2", dtype="float32")
     manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata={"ref_size": 24})
     requests = []
     for limit, scheme in ((1, None), (1, None), (1, "kivi-4")):

@@ -1,5 +1,6 @@
 """`hfkvq serve` through OpenAI's own client, with the reference model."""
 
+import importlib.util
 import json
 import socket
 import threading
@@ -16,11 +17,12 @@ from typer.testing import CliRunner
 from hfkvq.caches import get_scheme
 from hfkvq.cli import app
 from hfkvq.measure.models import find_model
+from hfkvq.measure.reference import load_reference
 
 pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
-for name in ("fastapi", "uvicorn"):
-    pytest.importorskip(name)
-openai = pytest.importorskip("openai")
+# Their import takes seconds, which processes that collect tests do not need.
+if not all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "openai"))):
+    pytest.skip("pip install 'hfkvq[serve]' openai", allow_module_level=True)
 
 QUESTION = [{"role": "user", "content": "Compute 12 + 7. Then add 5."}]
 
@@ -32,11 +34,23 @@ def free_port():
 
 
 @pytest.fixture(scope="module")
-def server():
+def source(tmp_path_factory):
+    """The reference model with two of its layers, which answer in a fraction of the time."""
+    folder = tmp_path_factory.mktemp("reference")
+    model, tokenizer = load_reference(torch.float32)
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers, model.config.layer_types = 2, model.config.layer_types[:2]
+    for each in (model, tokenizer):
+        each.save_pretrained(folder)
+    return find_model(str(folder))
+
+
+@pytest.fixture(scope="module")
+def server(source):
     from hfkvq.serving.server import Server
 
     server = Server(
-        find_model(None), "reference", get_scheme("saw-int4"), torch.device("cpu"), torch.float32, port=free_port(),
+        source, "reference", get_scheme("saw-int4"), torch.device("cpu"), torch.float32, port=free_port(),
         cb_num_blocks=8, cb_max_batch_tokens=512,
     )  # fmt: skip
     yield server
@@ -44,6 +58,8 @@ def server():
 
 
 def client_of(server):
+    import openai
+
     return openai.OpenAI(base_url=server.url, api_key="none", timeout=60, max_retries=5)
 
 
@@ -75,12 +91,12 @@ def test_answers_whole_and_streamed(server, client):
     assert 0 <= found["hfkvq_bytes"] <= found["hfkvq_room"]
 
 
-def test_tokens_that_wait_in_16_bits():
+def test_tokens_that_wait_in_16_bits(source):
     """More at once than there are windows: every one is answered, and nothing is held then."""
     from hfkvq.serving.server import Server
 
     server = Server(
-        find_model(None), "reference", get_scheme("kitty-pro"), torch.device("cpu"), torch.float32, port=free_port(),
+        source, "reference", get_scheme("kitty-pro"), torch.device("cpu"), torch.float32, port=free_port(),
         requests=2, cb_num_blocks=8, cb_max_batch_tokens=512,
     )  # fmt: skip
     found = {}
@@ -120,6 +136,8 @@ def test_many_at_once(client):
 
 def test_a_request_longer_than_the_model_is_refused(server, client):
     """And the next one is answered."""
+    import openai
+
     ask(client)
     with pytest.raises(openai.BadRequestError, match="the model has no more positions"):
         ask(client, messages=[{"role": "user", "content": "12 " * 9000}])
@@ -403,6 +421,8 @@ def test_fields_without_effect_are_taken(server):
 
 
 def test_the_served_model_is_listed(server, client):
+    import openai
+
     assert [model.id for model in client.models.list()] == ["reference"]
     assert client.models.retrieve("reference").id == "reference"
     with pytest.raises(openai.NotFoundError):
@@ -437,6 +457,8 @@ def test_an_answer_that_is_not_streamed_ends_with_its_client(server):
 
 
 def test_another_model_is_refused(client):
+    import openai
+
     with pytest.raises(openai.BadRequestError, match="400"):
         client.chat.completions.create(model="other", messages=QUESTION)
 

@@ -26,7 +26,7 @@ from hfkvq.measure.reference import load_reference
 from hfkvq.sizes import parse_size
 from hfkvq.tuning.fit import cache_bytes, fits, layer, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
-from tests.caches.driver import by_layout
+from tests.caches.driver import ALIKE, by_layout
 from tests.caches.graph_recorder import captured  # noqa: F401
 from tests.command import assert_refused, invoke
 
@@ -80,7 +80,7 @@ def made(model, name, reader, **options):
     return MixedKVCache(model, name, **options)
 
 
-@pytest.mark.parametrize("name", by_layout())
+@pytest.mark.parametrize("name", [name for name in by_layout() if name not in ALIKE])
 def test_a_filled_cache_holds_what_was_computed(tiny, reader, name):
     for prompt, generated, chunk in ((161, 8, None), (420, 0, 90)):
         generated = 0 if get_scheme(name).evicts else generated
@@ -92,8 +92,8 @@ def test_a_filled_cache_holds_what_was_computed(tiny, reader, name):
 @pytest.mark.parametrize(
     ("name", "prompt", "chunk"),
     [
-        *((name, 190, 60) for name in ("kitty-pro", "arkv", "tova")),
-        *((name, 197, None) for name in ("mixkvq", "saw-int4", "triaxial")),
+        *((name, 190, 60) for name in ("kitty-pro", "arkv")),
+        *((name, 197, None) for name in ("saw-int4", "triaxial")),
     ],
 )
 def test_hundreds_of_steps_without_graphs(name, prompt, chunk):

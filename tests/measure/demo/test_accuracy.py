@@ -30,8 +30,8 @@ LEFT_OUT = {
 }
 
 
-# Quick runs measure a good preset and a bad one, with outliers alone; the others are slow together.
-QUICK = ("saw-int4", "kivi-2")
+# Quick runs measure a good preset, with outliers alone; the others are slow together.
+QUICK = ("saw-int4",)
 
 
 # Where a sum's last bit decides which channels its thresholds raise: 3e-7 to 0.0082 nats for the same code and threads,
@@ -72,4 +72,5 @@ def test_slice(monkeypatch, which):
     # The slice can tell: the model answers it, and a bad cache does not.
     stock = measured[BASELINE]["outliers"]
     assert stock["right"] >= stock["total"] - 1
-    assert measured["kivi-2"]["outliers"]["kl_mean"] > 10 * measured["saw-int4"]["outliers"]["kl_mean"]
+    bad = (recorded | measured)["kivi-2"]["outliers"]["kl_mean"]
+    assert bad > 10 * measured["saw-int4"]["outliers"]["kl_mean"]
