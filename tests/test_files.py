@@ -139,7 +139,7 @@ def test_damaged_files(name, tmp_path):
     """Any part of a sound file gone, or something else in its place."""
     whole = sound(name, tmp_path)
 
-    @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(list(places(whole))), values | st.just(places))
     def damage(at, value):
         if value is not places or at:

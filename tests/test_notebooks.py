@@ -116,7 +116,15 @@ def kernel():
     manager.shutdown_kernel(now=True)
 
 
-@on_every_notebook
+# Quick runs take those in which most is called; charts of figures and of pages, and the search, take longer.
+SLOW = ("02_tune_thresholds", "04_speed_and_memory", "06_what_the_cache_looks_like")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in SLOW)) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_runs(path, kernel):
     """Raises CellExecutionError, with the cell and its traceback, where a cell fails."""
     notebook = nbformat.read(path, as_version=4)

@@ -21,7 +21,7 @@ from tests.caches.test_generate import FULL, beams, greedy, padding, turns
 
 # Mamba and attention in one layer; shared attention with Mamba of the second kind; Mamba of the first; delta rule.
 KINDS = ("falcon_h1", "zamba2", "jamba", "qwen3_next")
-BESIDE = ("falcon_h1", "zamba", "zamba2", "zaya", "inkling_text")
+BESIDE = ("falcon_h1", "zaya", "inkling_text", *(pytest.param(x, marks=pytest.mark.slow) for x in ("zamba", "zamba2")))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import zipfile
 
@@ -27,13 +28,19 @@ def model():
     return build("llama")
 
 
-def pair(model, capacity=None):
+@functools.cache
+def filled(model, capacity):
     """A DynamicCache and one of ours that hold the same tokens of four different rows."""
     caches = DynamicCache(config=model.config), MixedKVCache(model, "full", max_cache_len=capacity)
     for cache in caches:
         with torch.no_grad():
             model(prompt(ROWS, 30), past_key_values=cache)
     return caches
+
+
+def pair(model, capacity=None):
+    """Copies of `filled` caches."""
+    return copy.deepcopy(filled(model, capacity))
 
 
 def is_same(theirs, ours):

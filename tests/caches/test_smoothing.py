@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-)
+from transformers import DynamicCache
 
 from hfkvq import MixedKVCache
+from hfkvq.caches.base import warn_once
+from hfkvq.caches.layer_state import smoothing
+from hfkvq.measure.reference import evaluation_set, load_reference, with_outliers
 from tests.caches.driver import make, small
 from tests.caches.models import build, prompt
 
@@ -236,6 +238,38 @@ def test_softcap_and_sinks_keep_their_logits(name, measured):
     torch.testing.assert_close(found, base, rtol=1e-3, atol=1e-3)
     fed(model, cache, ids[:, 18:], 1, 30)
     cache.integrity_check()
+
+
+# Whether it is of use.
+
+
+@pytest.fixture(scope="module")
+def outliers():
+    """The reference model whose keys have channels a hundred times as wide, token ids, and what stock caches give."""
+    model, tokenizer = load_reference(torch.float32)
+    text = "".join(example.text for example in evaluation_set("recall-24", 3))
+    model, ids = with_outliers(model, 100.0), torch.tensor([tokenizer(text).input_ids[-320:]])
+    return model, ids, fed(model, DynamicCache(), ids, 288, 16)[:, 288:].double().log_softmax(-1)
+
+
+# Per token, per token with widths of their own, in groups, and rotated with scales of channels.
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("saw-int4", 0.001), ("triaxial", 0.002), ("int4", 0.002), ("kvarn-k2v2", 0.03), ("best-4.3", 0.001)],
+)
+def test_wide_channels_do_little_harm_once_they_are_smoothed(name, most, outliers, caplog, monkeypatch):
+    """Without smoothing, as papers have it, what comes out is garbage, and where keys have no scales that is said."""
+    monkeypatch.setattr(smoothing, "_JUDGED", weakref.WeakKeyDictionary())
+    warn_once.cache_clear()
+    model, ids, expected = outliers
+    divergence = []
+    for smooth in (True, False):
+        found = fed(model, MixedKVCache(model, name, smooth_keys=smooth), ids, 288, 16)[:, 288:]
+        found = found.double().log_softmax(-1)
+        divergence.append(float((expected.exp() * (expected - found)).sum(-1).mean()))
+        said = "moves its attention logits" in caplog.text and "smooth_keys=True" in caplog.text
+        assert said == (not smooth and name != "best-4.3")
+    assert divergence[0] < most < divergence[1] / 20
 
 
 # Bad input.

@@ -120,6 +120,7 @@ def test_generate_compiles_by_itself():
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_another_cache_of_the_same_shape_takes_the_same_graph():
     """A cache for each request is what people write."""
     model = build("llama", num_hidden_layers=1)
@@ -277,6 +278,7 @@ def test_families_compile(family):
 # What reviewers found.
 
 
+@pytest.mark.slow
 def test_generate_with_padding_within_rows():
     """`generate` decides on compilation before the prompt tells of padding, and makes no masks then."""
     model, ids = build("llama", num_hidden_layers=1), prompt(2, 40)

@@ -110,9 +110,9 @@ def test_log_likelihood_by_hand(subject, make, mode, chunk, by_prompt):
     model, _ = subject
     scheme = get_scheme(**{"name": "kitty", **{k: v for k, v in KITTY.items() if k != "scheme"}})
     lm = make(**KITTY, ll_mode=mode, ll_chunk=3, batch_size=1)
-    found = score(lm, pairs())
+    found = score(lm, pairs(2))
     expected = []
-    for context, continuation in pairs():
+    for context, continuation in pairs(2):
         begin, end = lm._encode_pair(context, continuation)
         with torch.no_grad():
             expected.append(by_hand(model, scheme, begin, end, chunk, by_prompt))

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 import hfkvq.lm_eval.model
-from hfkvq.measure.reference import reference_path
+from hfkvq.measure.reference import load_reference, reference_path
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ROOT / "evals" / "tasks"
@@ -95,7 +96,10 @@ def test_start_files_name_the_module():
 
 def test_costs_of_evaluations():
     """Of all evaluations since a scheme was chosen."""
-    lm = hfkvq.lm_eval.model.HFKVQ(pretrained=str(reference_path()), device="cpu", scheme="kivi-2", dtype="float32")
+    model, tokenizer = load_reference(torch.float32)
+    # One of its layers costs as the others do.
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+    lm = hfkvq.lm_eval.model.HFKVQ(pretrained=model, tokenizer=tokenizer, scheme="kivi-2")
     manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata={"ref_size": 24})
     requests = []
     for limit, scheme in ((1, None), (1, None), (1, "kivi-4")):
