@@ -63,6 +63,7 @@ def test_wheel(tmp_path):
     assert "hfkvq = hfkvq.cli:main" in entry
 
 
+@pytest.mark.slow
 def test_sdist_is_the_whole_project(tmp_path):
     """A wheel can be built of it, the tests and the documents too."""
     path = build("sdist", tmp_path)

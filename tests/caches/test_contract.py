@@ -62,6 +62,9 @@ on_every_case = pytest.mark.parametrize("scheme", CASES.values(), ids=CASES.keys
 on_everything = pytest.mark.parametrize("scheme", EVERYTHING.values(), ids=EVERYTHING.keys())
 on_every_preset = pytest.mark.parametrize("name", distinct())
 
+LAYOUTS = [name for name in by_layout() if name not in ALIKE]
+IN_KERNELS = ("arkv", "kitty-pro", "kvarn-k4v2", "mixkvq-fractions")
+
 # A preset of each scheme, with corners of windows, and over budget; in one, values are several pages behind keys.
 OF_FAMILIES = {"kitty-wide": small("kitty", page_size=8, local_length=37)} | {
     name: EVERYTHING[name]
@@ -122,7 +125,16 @@ def test_reserved_memory_is_poisoned():
     assert whole.isnan().all()
 
 
-@pytest.mark.parametrize("name", [name for name in by_layout() if name not in ALIKE])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "reference") for name in LAYOUTS),
+        # The others are interpreted in `test_life_in_kernels`.
+        *((name, "interpret") for name in LAYOUTS if name not in IN_KERNELS),
+        *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in by_layout()),
+    ],
+    indirect=["backend"],
+)
 def test_fused_attention_is_attention_over_dense(name, backend, device):
     """Prompt, then decode over two page borders, one row padded; one border where each step takes a second."""
     scheme = small(name)
@@ -260,7 +272,7 @@ def _life(scheme):
     return outs, begun + [stored(which, i) for which in (copied, layer) for i in range(2)]
 
 
-@pytest.mark.parametrize("name", ["arkv", "kitty-pro", "kvarn-k4v2", "mixkvq-fractions"])
+@pytest.mark.parametrize("name", IN_KERNELS)
 def test_life_in_kernels(name):
     """Reorder, crop, a second prompt, repeat, select, copy, reset: the kernels follow the reference to the bit."""
     if torch.cuda.is_available():

@@ -155,7 +155,7 @@ def test_cross_attention_without_images(mode):
     try:
         expected = model.generate(start, **NEW, **mode)
     except TypeError:
-        pytest.skip("this release of Transformers cannot do it with its own cache either")
+        pytest.skip("DynamicCache.crop raises a TypeError in layers without tokens, in Transformers 5.17")
     assert torch.equal(model.generate(start, past_key_values=MixedKVCache(model, "full"), **NEW, **mode), expected)
 
 

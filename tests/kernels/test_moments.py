@@ -36,6 +36,7 @@ def logits_of(rows, share, queries, columns, hidden=0.2):
     return x, torch.randn(rows, share, generator=generator), real
 
 
+@pytest.mark.interpreted(turns=2, over=("columns", "sinks"))
 @pytest.mark.parametrize(
     ("rows", "share", "queries", "columns"),
     [(3, 2, 8, 65), (2, 1, 1, 7), (2, 4, 33, 130), (2, 3, 5, 2500), (1, 1, 3, 1)],

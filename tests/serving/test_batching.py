@@ -79,8 +79,8 @@ def alone(model, ids, scheme):
     return out[0, len(ids) :].tolist()
 
 
-# The others are the same code with a rotation fewer.
-QUICK = [pytest.param(name, marks=[] if name in ("saw-int4-kv", "full") else pytest.mark.slow) for name in SCHEMES]
+# The others are the same code with a rotation fewer, or without codes.
+QUICK = [pytest.param(name, marks=[] if name == "saw-int4-kv" else pytest.mark.slow) for name in SCHEMES]
 
 
 @pytest.mark.parametrize("scheme", QUICK)
