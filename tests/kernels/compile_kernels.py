@@ -471,7 +471,8 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
             q, k = (torch.zeros(2, heads, 1, dim, dtype=dtype) for heads in (8, 2))
             fused.rotary(q, k, *torch.zeros(2, 2, 1, dim, dtype=dtype))
             fused.rms_norm(q, torch.zeros(dim, dtype=dtype), 1e-6, 0)
-            for rows in (1, 4):
+            # More rows than a kernel's products take: what is around them alone.
+            for rows in (1, 4, 100):
                 x, weight = torch.zeros(rows, 8 * dim, dtype=dtype), torch.zeros(256, 8 * dim, dtype=dtype)
                 for biases in ((), (weight[:, 0].contiguous(),)):
                     fused.linears(x, [weight], biases)
