@@ -316,7 +316,7 @@ def measure_steps(model: Any, engines: Sequence[Engine], case: tuple[int, int], 
 
 
 def measure_calls(model: Any, engine: Engine, case: tuple[int, int], asked: argparse.Namespace) -> Row:
-    """A row of kind "whole": seconds of calls of `generate`, each with a fresh cache, prompt included."""
+    """A row of kind "whole": seconds of calls of `generate`, each with a new cache in the last one's variable."""
     batch, context = case
     row: Row = {"kind": "whole", "engine": engine.name, "mode": engine.mode, "batch": batch, "context": context}
     row["new_tokens"] = asked.tokens
@@ -328,6 +328,7 @@ def measure_calls(model: Any, engine: Engine, case: tuple[int, int], asked: argp
         disable_compile=not compiled, compile_config=CompileConfig(**COMPILE) if compiled else None,
     )  # fmt: skip
     kept: list[Cache] = []
+    last: list[Cache] = []
 
     def call(tokens: int) -> float:
         start = clock(model.device)
@@ -336,6 +337,8 @@ def measure_calls(model: Any, engine: Engine, case: tuple[int, int], asked: argp
             kept[0].reset()
         cache = kept[0] if kept else engine.make(model, context + asked.tokens)
         kept.extend([cache] if compiled and not kept else [])
+        # As in `cache = MixedKVCache(model)` for each request: the last cache goes when the new one is there.
+        last[:] = [cache]
         with engine.running(cache), torch.no_grad():
             given = {"attention_mask": torch.ones_like(ids), "generation_config": config, "max_new_tokens": tokens}
             out = model.generate(ids, past_key_values=cache, **given)

@@ -270,13 +270,8 @@ class StepBuffer(Part):
             self.state = state = views_of_buffer(tensor, plan, pages)
         OWNERS[tensor.data_ptr()] = self
         self.sync.buffers = None
-        for part in (state.new, state.sealed, state.flag, state.sums, state.counts):
-            part.zero_()
-        state.weight.zero_()
         if old is not None and old.query.shape == state.query.shape and old.query.device == device:
             state.query.copy_(old.query)
-        else:
-            state.query.zero_()
 
     def _write_queries(self) -> None:
         state, queries = self.state, self.queries

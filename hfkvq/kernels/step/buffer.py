@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -227,7 +228,7 @@ def _views(parts: Sequence[_Part], *memory: Tensor) -> list[Tensor]:
         shape, dtype, which = part
         # fp8 views are made of bytes: not every PyTorch builds them of a storage.
         plain = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
-        stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
+        stride = [math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape))]
         view = torch.empty(0, dtype=plain, device=memory[which].device)
         view.set_(storages[which], at[which] // plain.itemsize, shape, stride)  # type: ignore[call-overload]
         views.append(view.view(dtype))
