@@ -7,6 +7,7 @@ step or its chunk.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from hfkvq import kernels
 from hfkvq.caches import Scheme
 from hfkvq.kernels.hadamard import hadamard
 from hfkvq.kernels.pages import SIDES, StoreFormat
+from hfkvq.kernels.step.ops import branches
 
 PAGE = 128
 """Tokens of a page, and of the engine's blocks."""
@@ -237,10 +239,16 @@ class LayerPages:
         tails = [tail[: query.shape[0]] for tail in self.tails]
         windows, (keys, values) = [*(tail[:, :, :0] for tail in tails), *tails], self.parts
         kernels.append(key[:, :, None], value[:, :, None], rows.counters, windows, self.form, rows.tails)
+        # Pages that are sealed now are no part of what is attended to, so in a graph both run at once.
+        sides = branches(query, 1)
+        with torch.cuda.stream(sides[0]) if sides else contextlib.nullcontext():
+            self._seal(rows.table, rows.past, rows.new, rows.columns, tails)
+        runs = [rows.table, *keys, *values]
         out = kernels.decode_attention(
-            query[:, :, None], rows.counters, windows, [rows.table, *keys, *values], None, None, scaling, 0.0, self.form
+            query[:, :, None], rows.counters, windows, runs, None, None, scaling, 0.0, self.form
         )
-        self._seal(rows.table, rows.past, rows.new, rows.columns, tails)
+        for side in sides:
+            torch.cuda.current_stream(query.device).wait_stream(side)
         return out[:, :, 0]
 
     def prompt(

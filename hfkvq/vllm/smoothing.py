@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hfkvq.caches.attention.interface import register
 from hfkvq.caches.base.model_config import text_config
 from hfkvq.caches.layer_state.smoothing import measure, vectors_of
 
@@ -46,6 +47,8 @@ def save(model: Any, path: str) -> int:
     Raises:
         ValueError: the model cannot be measured.
     """
+    # Queries are seen by hfkvq's own attention.
+    register()
     found = measure(model, text_config(model.config))
     if not found:
         raise ValueError(f"model: got {type(model).__name__}, whose keys cannot be measured.")

@@ -167,7 +167,7 @@ def _side_stream(device: torch.device, number: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _branches(x: Tensor, count: int) -> list[torch.cuda.Stream]:
+def branches(x: Tensor, count: int) -> list[torch.cuda.Stream]:
     """Streams whose kernels become branches of their own in the CUDA graph that is being recorded, if one is.
 
     Branches begin with what has been launched before; the current stream has to wait for them. Where nothing is
@@ -257,7 +257,7 @@ def attend_and_seal(
     scaling, mask, softcap, sinks, *_ = arguments
     # Attention is as long as two kernels that find nothing to do. More than two in a row would be waited for.
     long = due and (plan.sums_queries or any(fmt.normed for fmt in plan.format.runs[-1]))
-    sides = _branches(q, 2 if long else 1)
+    sides = branches(q, 2 if long else 1)
     # Pages that are sealed now are no part of what is attended to, so both can run at the same time.
     with torch.cuda.stream(sides[0]) if sides else _NO_BRANCH:
         if plan.sums_queries:
