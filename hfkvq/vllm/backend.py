@@ -283,12 +283,16 @@ class Attention(AttentionImpl[Metadata]):
             both = kernels.smooth(query[:, :, None], key[:, :, None], self._vectors)
             query, key = (x[:, :, 0] for x in both)
         pages = self._pages_in(kv_cache, attn_metadata.tails)
+        prompts, rest = attn_metadata.prompts, slice(decodes, None)
         if decodes:
-            own = (x[:decodes] for x in (query, key, value))
-            out[:decodes] = pages.step(*own, attn_metadata.steps, self.scale)
-        if attn_metadata.prompts is not None:
-            query, key, value = (x[decodes:] for x in (query, key, value))
-            pages.prompt(query, key, value, attn_metadata.prompts, self.scale, self._attend, out[decodes:])
+            pages.store_steps(key[:decodes], value[:decodes], attn_metadata.steps)
+        if prompts is not None:
+            pages.store_prompts(key[rest], value[rest], prompts)
+        if decodes:
+            out[:decodes] = pages.attend_steps(query[:decodes], attn_metadata.steps, self.scale)
+        if prompts is not None:
+            given = query[rest], key[rest], value[rest], prompts, self.scale
+            pages.attend_prompts(*given, self._attend, out[rest])
         return output
 
     def _pages_in(self, data: Tensor, tails: tuple[Tensor, Tensor]) -> LayerPages:

@@ -223,38 +223,39 @@ class LayerPages:
         count = len(form.runs[0][0].names)
         self.parts = parts[:count], parts[count:]
 
-    def step(self, query: Tensor, key: Tensor, value: Tensor, rows: Steps, scaling: float) -> Tensor:
-        """Attention of one token of each request, over its blocks and itself, which is stored then.
+    def store_steps(self, key: Tensor, value: Tensor, rows: Steps) -> None:
+        """Stores one token of each request: in its row's tail, to which this step attends, and quantized in its block.
 
         Args:
-            query: (R, Hq, D), after RoPE.
-            key: (R, H, D), likewise.
+            key: (R, H, D), after RoPE.
             value: (R, H, D).
             rows: of the batch.
-            scaling: of the logits.
-
-        Returns:
-            (R, Hq, D).
         """
-        tails = [tail[: query.shape[0]] for tail in self.tails]
-        windows, (keys, values) = [*(tail[:, :, :0] for tail in tails), *tails], self.parts
+        tails = [tail[: key.shape[0]] for tail in self.tails]
+        windows = [*(tail[:, :, :0] for tail in tails), *tails]
         kernels.append(key[:, :, None], value[:, :, None], rows.counters, windows, self.form, rows.tails)
-        # Pages that are sealed now are no part of what is attended to, so in a graph both run at once.
-        sides = branches(query, 1)
-        with torch.cuda.stream(sides[0]) if sides else contextlib.nullcontext():
-            self._seal(rows.table, rows.past, rows.new, rows.columns, tails)
-        runs = [rows.table, *keys, *values]
-        out = kernels.decode_attention(
-            query[:, :, None], rows.counters, windows, runs, None, None, scaling, 0.0, self.form
-        )
-        for side in sides:
-            torch.cuda.current_stream(query.device).wait_stream(side)
-        return out[:, :, 0]
+        self._seal(rows.table, rows.past, rows.new, rows.columns, tails)
 
-    def prompt(
+    def attend_steps(self, query: Tensor, rows: Steps, scaling: float) -> Tensor:
+        """Attention (R, Hq, D) of one token of each request, (R, Hq, D), to its blocks, and to itself as it is."""
+        tails, (keys, values) = [tail[: query.shape[0]] for tail in self.tails], self.parts
+        windows, runs = [*(tail[:, :, :0] for tail in tails), *tails], [rows.table, *keys, *values]
+        query = query[:, :, None]
+        return kernels.decode_attention(query, rows.counters, windows, runs, None, None, scaling, 0.0, self.form)[
+            :, :, 0
+        ]
+
+    def store_prompts(self, key: Tensor, value: Tensor, rows: Prompts) -> None:
+        """Stores the new tokens (n, H, D) of requests, one after another, quantized in their blocks."""
+        rotations = (key, self.form.rotate_keys), (value, self.form.rotate_values)
+        count = len(rows.counts)
+        sources = [hadamard(x, rotation).transpose(0, 1).expand(count, -1, -1, -1) for x, rotation in rotations]
+        self._seal(rows.table, rows.past, rows.new, rows.columns, sources)
+
+    def attend_prompts(
         self, query: Tensor, key: Tensor, value: Tensor, rows: Prompts, scaling: float, attend: Varlen, out: Tensor
     ) -> None:
-        """Attention of the new tokens of requests to what blocks hold and to themselves as they are; then stores them.
+        """Attention of the new tokens of requests to what their blocks held, and to themselves as they are.
 
         Args:
             query: (n, Hq, D), after RoPE, of all requests one after another.
@@ -271,10 +272,6 @@ class LayerPages:
             if call.all_tokens:
                 keys, values = (self._joined(at, x, rows, call) for at, x in enumerate((keys, values)))
             attend(query[own], keys, values, call, scaling, out[own])
-        rotations = (key, self.form.rotate_keys), (value, self.form.rotate_values)
-        count = len(rows.counts)
-        sources = [hadamard(x, rotation).transpose(0, 1).expand(count, -1, -1, -1) for x, rotation in rotations]
-        self._seal(rows.table, rows.past, rows.new, rows.columns, sources)
 
     def _joined(self, at: int, x: Tensor, rows: Prompts, call: Call) -> Tensor:
         """Keys or values (m, H, D) of requests: what their blocks hold, then the new ones (n, H, D)."""
@@ -298,5 +295,10 @@ class LayerPages:
         return kernels.gather_rows(counters, windows, runs, tokens, self.form, SIDES[at])[0].transpose(0, 1)
 
     def _seal(self, table: Tensor, past: Tensor, new: Tensor, columns: Tensor, sources: Sequence[Any]) -> None:
-        for parts, fmt, side, source in zip(self.parts, self.form.runs[0], SIDES, sources, strict=True):
-            kernels.seal_side(parts, table, past, new, source, columns, fmt, side)
+        """Seals both sides, in a graph at the same time."""
+        sides = [contextlib.nullcontext(), *map(torch.cuda.stream, branches(table, 1)), contextlib.nullcontext()]
+        for at, (fmt, side) in enumerate(zip(self.form.runs[0], SIDES, strict=True)):
+            with sides[at]:
+                kernels.seal_side(self.parts[at], table, past, new, sources[at], columns, fmt, side)
+        if len(sides) > 2:
+            torch.cuda.current_stream(table.device).wait_stream(sides[1].stream)

@@ -67,10 +67,11 @@ class Engine:
             query_start_loc_cpu=torch.tensor(starts + starts[-1:] * padded), seq_lens=known,
             seq_lens_cpu_upper_bound=known, num_reqs=len(known), num_actual_tokens=len(query), block_table_tensor=table,
         )  # fmt: skip
-        expected = self.expected(counts, starts, query, key, value, table)
         out = torch.full((len(query), self.query_heads * self.dim), torch.nan)
         layer = SimpleNamespace(layer_name="model.layers.1.self_attn.attn")
         self.impl.forward(layer, query, key, value, self.cache, self.builder.build(0, given), out)
+        # Blocks hold what is stored in this batch, too.
+        expected = self.expected(counts, starts, query, key, value, table)
         self.held |= dict(zip(counts, lengths, strict=True))
         return out.view(-1, self.query_heads, self.dim), expected
 
@@ -174,6 +175,19 @@ def test_padding_writes_nothing_and_requests_share_blocks(backend, monkeypatch):
     # A request whose first block is another's.
     engine.blocks["b"], engine.held["b"] = [engine.blocks["a"][0]], 128
     out, expected = engine.random({"a": 1, "b": 9})
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_request_attends_to_what_another_stores_in_the_same_batch(backend, monkeypatch):
+    """Blocks are shared from the moment that they are handed out: a prompt's, and one that a step fills."""
+    engine = Engine(backend, monkeypatch)
+    engine.random({"a": 127})
+    shared = [engine.blocks["a"][0], engine.free[-1]]
+    engine.blocks |= {"s": shared[:1], "b": shared[:1], "c": shared[1:], "d": shared[1:]}
+    engine.held |= {"s": 128, "b": 128, "c": 128}
+    engine.free.pop()
+    # Request d stores the block of c, and a fills that of s and b.
+    out, expected = engine.random({"a": 1, "s": 1, "b": 5, "c": 9, "d": 128})
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
