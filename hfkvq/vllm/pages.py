@@ -122,7 +122,7 @@ class Prompts(NamedTuple):
         table: i32 (R, N), blocks of each request.
         past: i32 (R,), tokens that its blocks hold.
         new: i32 (R,), tokens that come.
-        columns: i32 (R, n), where they stand among the tokens of all.
+        columns: i32 (R, n), where they stand among the tokens of all; n is a multiple of a page.
         counters: i32 (R, 4, 1), as `kernels.gather_rows` wants those of each request, without the new tokens.
         held: ``past`` as the host knows it.
         counts: ``new``, likewise.
@@ -146,7 +146,9 @@ class Prompts(NamedTuple):
         for count in counts:
             starts.append(starts[-1] + count)
         past, new, start = torch.tensor([held, counts, starts[:-1]], dtype=torch.int32, device="cpu").to(device)
-        index = start[:, None] + torch.arange(max(counts), dtype=torch.int32, device=device)
+        # Whole pages, so that few widths have variants of a kernel to be compiled.
+        width = -(-max(counts) // PAGE) * PAGE
+        index = start[:, None] + torch.arange(width, dtype=torch.int32, device=device)
         index = torch.minimum(index, (start + new - 1).clamp(min=0)[:, None])
         calls = [cls._call(rows, held, counts, starts, device) for rows in cls._together(held, counts)]
         counters = torch.stack([torch.zeros_like(past), past, past, past], 1)[:, :, None]
