@@ -116,13 +116,13 @@ def kernel():
     manager.shutdown_kernel(now=True)
 
 
-# Quick runs take those in which most is called; charts of figures and of pages, and the search, take longer.
-SLOW = ("02_tune_thresholds", "04_speed_and_memory", "06_what_the_cache_looks_like")
+# Quick runs take what a user begins with: caches, and schemes of one's own.
+QUICK = ("01_quickstart", "03_add_a_scheme")
 
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in SLOW)) for path in NOTEBOOKS],
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem not in QUICK)) for path in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
 def test_runs(path, kernel):

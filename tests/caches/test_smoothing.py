@@ -252,10 +252,13 @@ def outliers():
     return model, ids, fed(model, DynamicCache(), ids, 288, 16)[:, 288:].double().log_softmax(-1)
 
 
-# Per token, per token with widths of their own, in groups, and rotated with scales of channels.
+# Per token, per token with widths of their own, and rotated with scales of channels; the others are in groups.
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("saw-int4", 0.001), ("triaxial", 0.002), ("int4", 0.002), ("kvarn-k2v2", 0.03), ("best-4.3", 0.001)],
+    [
+        *(("saw-int4", 0.001), ("triaxial", 0.002), ("kvarn-k2v2", 0.03)),
+        *(pytest.param(name, most, marks=pytest.mark.slow) for name, most in (("int4", 0.002), ("best-4.3", 0.001))),
+    ],
 )
 def test_wide_channels_do_little_harm_once_they_are_smoothed(name, most, outliers, caplog, monkeypatch):
     """Without smoothing, as papers have it, what comes out is garbage, and where keys have no scales that is said."""

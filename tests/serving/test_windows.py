@@ -82,9 +82,8 @@ def serve(model, scheme, inputs, new, padded=False, **given):
     return [found[number] for number in range(len(inputs))]
 
 
-# One whose queries have a say and whose layers differ, one that seals values one by one, and factors; the others are
-# the same code.
-NOW = {"best-3.4", "kivi-2", "kvarn"}
+# One whose queries have a say and whose layers differ, and factors; the others are the same code.
+NOW = {"best-3.4", "kvarn"}
 NAMES = [pytest.param(name, marks=[] if name in NOW else [pytest.mark.slow]) for name in SMALL]
 
 

@@ -128,8 +128,8 @@ def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
 @pytest.mark.parametrize(
     ("name", "prompt", "chunk"),
     [
-        *((name, 300, None) for name in ("kitty-pro", "saw-int4")),
-        *((name, 601, 90) for name in ("triaxial", "arkv-origin")),
+        ("kitty-pro", 300, None),
+        ("arkv-origin", 601, 90),
     ],
 )
 def test_buffers_of_captured_steps(captured, tiny, reader, name, prompt, chunk, monkeypatch):  # noqa: F811
