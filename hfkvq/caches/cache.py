@@ -74,7 +74,10 @@ DEFAULT_SCHEME = "best-3.4"
 class MixedKVCache(Cache):
     """A KV cache that stays compressed; attention is computed on the compressed pages.
 
-    Use it as ``model.generate(**inputs, past_key_values=MixedKVCache(model, "kitty-pro"))``. The scheme decides
+    Use it as ``model.generate(**inputs, past_key_values=MixedKVCache(model, "kitty-pro"))``. From Transformers 5.24 on
+    that argument is called ``cache``; models take the old name, too, up to 5.39, and ``generate`` up to 6.0.
+
+    The scheme decides
     how attention layers are stored in pages, also in layers that combine attention with Mamba. Layers with a sliding
     window use a ring of pages, in 16 bits where the window is short (see
     `hfkvq.caches.layers.build.scheme_for_window`). Recurrent states are not compressed.

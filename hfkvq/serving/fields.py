@@ -87,8 +87,8 @@ _SWITCH = _rule("true or false", _is_bool)
 _COUNT = _rule("a whole number from 1 on", lambda value: _is_whole(value) and value >= 1)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE = _rule(f"one of {', '.join(_ROLES)}", lambda value: isinstance(value, str) and value in _ROLES)
-_TEXT_PARTS = ("text", "input_text", "output_text")
-_PART = _rule(f"one of {', '.join(_TEXT_PARTS)}", lambda value: isinstance(value, str) and value in _TEXT_PARTS)
+TEXT_PARTS = ("text", "input_text", "output_text")
+_PART = _rule(f"one of {', '.join(TEXT_PARTS)}", lambda value: isinstance(value, str) and value in TEXT_PARTS)
 _MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "type", "id", "status"}
 
 
@@ -158,7 +158,7 @@ def _input(name: str, value: Any) -> None:
             raise RefusedRequest(name, got(value, "a text, or a list of items, one or more"))
         return
     items = _items(name, value, "items")
-    if "role" not in items[0][1] and items[0][1].get("type") in _TEXT_PARTS:
+    if "role" not in items[0][1] and items[0][1].get("type") in TEXT_PARTS:
         return _content(name, value)
     for part, item in items:
         kind = item.get("type", "message")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import socket
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from hfkvq.measure.models import Source, load_model, load_tokenizer, read_config
 from hfkvq.measure.models.outline import positions_of
 
 from .engine import Serving, check, enable
-from .fields import ENDPOINTS, PROMPTS, RefusedRequest, got
+from .fields import ENDPOINTS, PROMPTS, TEXT_PARTS, RefusedRequest, got
 from .fields import check as check_fields
 
 ROUTES = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/health"}
@@ -153,8 +154,17 @@ class Answers(CBGenerateManager):
         super().__init__(config or ContinuousBatchingConfig())
         self._cb_config.per_request_processors = True  # type: ignore[union-attr]
         self._positions, usual = positions_of(model.config), model.generation_config
+        self._longest: int | None = None
         self.temperature: float = (1.0 if usual.temperature is None else usual.temperature) if usual.do_sample else 0.0
         self.top_p: float = usual.top_p if usual.do_sample and usual.top_p is not None else 1.0
+
+    def check_length(self, characters: int, tokenizer: Any) -> None:
+        """Refuses a text that cannot fit into the model's positions: to cut megabytes into tokens takes seconds."""
+        if self._longest is None:
+            self._longest = max(map(len, tokenizer.get_vocab()), default=1)
+        most = None if self._positions is None else self._positions * self._longest
+        if most is not None and characters > most:
+            raise BadPrompt(f"got {characters} characters, allowed {most}, since the model has no more positions.")
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """Starts the engine at the first request. It samples for all; `GreedyRows` takes the best token where asked."""
@@ -287,6 +297,7 @@ class Obeying:
                 )
             if body.get("tools") and "tools" not in str(self.tokenizer.chat_template):
                 raise RefusedRequest("tools", got(body["tools"], "none, since the chat template takes no tools"))
+            self.answers.check_length(len(json.dumps(body[PROMPTS[self.endpoint]], ensure_ascii=False)), self.tokenizer)
             # OpenAI's default; Transformers streams responses.
             body.setdefault("stream", False)
             parent: Any = super()
@@ -306,6 +317,17 @@ class Obeying:
         if not any(name in body for name in LENGTHS):
             config.max_new_tokens = None
         return config
+
+    def _normalize_input(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Messages of a response's input; Transformers takes a list whose first item has no role for texts alone."""
+        parent: Any = super()
+        items = body["input"]
+        if isinstance(items, str) or "role" in items[0] or items[0].get("type") in TEXT_PARTS:
+            return parent._normalize_input(body)
+        messages = parent._normalize_input({**body, "input": [{"role": "user", "content": ""}, *items]})
+        # It comes behind the instructions.
+        del messages[1 if body.get("instructions") else 0]
+        return messages
 
     def get_processor_inputs_from_messages(self, messages: list[dict[str, Any]], modality: Any) -> list[dict[str, Any]]:
         """Messages for the chat template, with fields that Transformers leaves out."""

@@ -89,7 +89,7 @@ def parse_conversation(given: Any) -> Conversation:
     """A conversation from plain data; see `load_conversations`.
 
     Raises:
-        ValueError: it has no messages, or one without a role.
+        ValueError: it has no messages, or one without a role, or tools that are no objects.
     """
     tools = None
     messages = given
@@ -98,6 +98,8 @@ def parse_conversation(given: Any) -> Conversation:
         tools = given.get("tools")
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'expected {{"messages": [...]}} or a list of messages, got {_short(given)}')
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(x, Mapping) for x in tools)):
+        raise ValueError(f"expected tools that are a list of objects, got {_short(tools)}")
     return Conversation(tuple(_message(x) for x in messages), tuple(tools) if tools else None)
 
 

@@ -129,8 +129,10 @@ def make_plan(
     kind = None if dtype == "auto" else getattr(torch, dtype)
     checkpoint = subjects.find_checkpoint(model)
     subjects.check_schemes(checkpoint, {"": preset})
-    # Opened anew by `run`; before a model is loaded it tells whether it can be.
-    open_storage(storage)
+    given = find_texts(text, None, "test", "text", False, seed) if text else None
+    # Opened anew by `run`; before anything slow it tells whether it can be, but not before text that is short.
+    if objective != "kld" or not text:
+        open_storage(storage)
     about: dict[str, Any] = {
         "objective": objective,
         "samples": samples,
@@ -146,13 +148,14 @@ def make_plan(
     if objective == "kld":
         prompt = context * 3 // 4 if prefill is None else prefill
         subjects.check_lengths(checkpoint, context, prompt)
-        texts = find_texts(text, dataset, "test", "text", checkpoint.source.reference, seed)
+        texts = given or find_texts(None, dataset, "test", "text", checkpoint.source.reference, seed)
         windows = cut(texts, checkpoint.tokenizer, context, samples + held_out)
         if len(windows.tokens) < samples + held_out:
             raise ValueError(
                 f"text: it makes {len(windows.tokens)} windows of {context} tokens, but --samples {samples} and "
                 f"--held-out {held_out} need {samples + held_out}; give more text, or fewer or smaller windows."
             )
+        open_storage(storage)
         loaded = load_model(checkpoint.source, device, kind)
         loaded = loaded if outliers is None else with_outliers(loaded, outliers)
         shared = {"prefill": prompt, "chunk": chunk, "batch_size": batch_size, "tokenizer": checkpoint.tokenizer}
@@ -176,7 +179,8 @@ def make_plan(
     if milliseconds:
         one = Timed(one, loaded, context=context, batch=batch_size, tokenizer=checkpoint.tokenizer)
     if thresholds and tokens is None and (text or dataset):
-        found = cut(find_texts(text, dataset, "test", "text", False, seed), checkpoint.tokenizer, context, samples)
+        texts = given or find_texts(None, dataset, "test", "text", False, seed)
+        found = cut(texts, checkpoint.tokenizer, context, samples)
         tokens, about["tokens_sha256"] = found.tokens, found.sha256
     fit = None
     if thresholds and tokens is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +21,12 @@ from optuna.distributions import (
     IntDistribution,
     distribution_to_json,
 )
+from optuna.exceptions import OptunaError
 from optuna.samplers import TPESampler
+from optuna.storages import BaseStorage
 from optuna.study import MaxTrialsCallback
 from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from hfkvq.bounded import DAMAGE
 from hfkvq.caches.schemes.base import Scheme, get_scheme, list_schemes, nearest
@@ -456,9 +460,29 @@ def tune(
     return found
 
 
+@contextlib.contextmanager
+def _naming(storage: str | None, name: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Lets errors of reading a study, Optuna's and those of other ``kinds``, name the study and where it is."""
+    try:
+        yield
+    except (json.JSONDecodeError, TypeError, LookupError, OptunaError, SQLAlchemyError, *kinds) as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"storage: the study {name!r} in {hidden(str(storage))} is damaged ({what}); choose another name or "
+            "another storage."
+        ) from None
+
+
 def _open(storage: str | None, name: str, setup: Mapping[str, Any]) -> tuple[optuna.Study, bool]:
     """Study, and True if it is new."""
     opened = open_storage(storage)
+    with _naming(storage, name):
+        return _opened(opened, storage, name, setup)
+
+
+def _opened(
+    opened: BaseStorage | None, storage: str | None, name: str, setup: Mapping[str, Any]
+) -> tuple[optuna.Study, bool]:
     try:
         study = optuna.create_study(study_name=name, storage=opened, directions=[setup["direction"], "minimize"])
         study.set_user_attr(SETUP, dict(setup))
@@ -501,23 +525,22 @@ def load_study(storage: str, name: str) -> TuningStudy:
     """
     opened = open_storage(storage)
     assert opened is not None
-    try:
-        study = optuna.load_study(study_name=name, storage=opened)
-    except KeyError:
-        have = ", ".join(map(str, optuna.get_all_study_names(opened)))
-        raise ValueError(f"storage: {hidden(storage)} has no study {name!r}; it has {have or 'none'}.") from None
-    setup = study.user_attrs.get(SETUP)
-    if setup is None:
-        raise ValueError(f"storage: the study {name!r} in {hidden(storage)} was not made by hfkvq.")
-    try:
+    with _naming(storage, name):
+        try:
+            study = optuna.load_study(study_name=name, storage=opened)
+        except KeyError:
+            have = ", ".join(map(str, optuna.get_all_study_names(opened)))
+            raise ValueError(f"storage: {hidden(storage)} has no study {name!r}; it has {have or 'none'}.") from None
+        setup = study.user_attrs.get(SETUP)
+        if setup is None:
+            raise ValueError(f"storage: the study {name!r} in {hidden(storage)} was not made by hfkvq.")
+    with _naming(storage, name, *DAMAGE):
         read = optuna.distributions.json_to_distribution
         space = {knob: read(json.dumps(text)) for knob, text in setup["space"].items()}
         described = dict(setup["scheme"])
         layers = described.pop("layers", None)
         preset = get_preset(Scheme.from_dict(described), layers)
         found = TuningStudy(study, preset, space, setup)
-    except DAMAGE as error:
-        raise ValueError(f"storage: the study {name!r} in {hidden(storage)} is damaged ({error!r}).") from None
     _check(found, storage, name)
     return found
 
@@ -526,7 +549,7 @@ def _check(study: TuningStudy, storage: str | None, name: str) -> None:
     """Reads everything that a study holds, so that damage is told before anything is measured."""
     if storage is None:
         return
-    try:
+    with _naming(storage, name, *DAMAGE):
         study.points()
         study.references()
         for trial in study.optuna.get_trials(deepcopy=False):
@@ -539,11 +562,6 @@ def _check(study: TuningStudy, storage: str | None, name: str) -> None:
                     raise ValueError(f"trial {trial.number}: {what}: got {value!r}, allowed a number")
             if len(study.optuna.directions) != 2 or len(trial.values or ()) not in (0, 2):
                 raise ValueError(f"trial {trial.number}: got values {trial.values}, allowed 2")
-    except DAMAGE as error:
-        raise ValueError(
-            f"storage: the study {name!r} in {hidden(storage)} is damaged ({type(error).__name__}: {error}); choose "
-            "another name or another storage."
-        ) from None
 
 
 def _run(

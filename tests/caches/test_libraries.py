@@ -225,6 +225,19 @@ def test_copies_of_a_model_are_the_users_own(family, attention):
     assert cache.attached
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="the config then has a plain name")
+def test_a_shallow_copy_of_a_switched_config():
+    """Its first cache to go gives it the user's own attention; weights are refused as for the original."""
+    first = build("llama", attention="eager")
+    attached = MixedKVCache(first, "full")
+    model = type(first)(copy.copy(first.config)).eval()
+    cache = MixedKVCache(model, "full")
+    with torch.no_grad(), pytest.raises(ValueError, match="attach=False"):
+        model(prompt(1, 30), past_key_values=cache, output_attentions=True)
+    del cache
+    assert (attached.attached, model.config._attn_implementation) == (True, "eager")
+
+
 def test_a_plain_name_where_dynamo_wants_one(monkeypatch):
     """Before PyTorch 2.13; a copy of the model attends as the model does."""
     monkeypatch.setattr(config_switch, "_SUBCLASSES_COMPILE", False)
@@ -255,3 +268,58 @@ def test_attention_weights_are_given_or_refused(subclass, caplog, monkeypatch):
     plain = build("llama")
     plain.generate(ids, past_key_values=MixedKVCache(plain, "full"), **asked)
     assert "output_attentions: attention over compressed pages gives no weights" in caplog.text
+
+
+def _of(cache, model):
+    """What a user may ask of a model and its `generate`: tensors, by a name."""
+    ids, keep = prompt(1, 20), {"past_key_values": cache}
+    given = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True} | keep
+
+    def steps(**asked):
+        with torch.no_grad():
+            return [model(part, **keep, **asked) for part in ids.split([17, 1, 1, 1], 1)]
+
+    def beams(found):
+        return [found.sequences, found.sequences_scores, found.beam_indices, *found.scores]
+
+    def checkpointed(train):
+        model.gradient_checkpointing_enable()
+        model.train(train)
+        return steps()
+
+    return {
+        "hidden states": lambda: [x.hidden_states for x in steps(output_hidden_states=True)],
+        "hidden states of generate": lambda: model.generate(ids, output_hidden_states=True, **given).hidden_states,
+        "scores": lambda: (model.generate(ids, output_scores=True, **given).scores,),
+        "logits": lambda: (model.generate(ids, output_logits=True, **given).logits,),
+        "beams": lambda: beams(model.generate(ids, output_scores=True, num_beams=3, num_return_sequences=2, **given)),
+        "tuples": lambda: [x[0] for x in steps(return_dict=False)],
+        "use_cache=False": lambda: [x.logits for x in steps(use_cache=False)],
+        "loss": lambda: model(ids, labels=ids, **keep).loss.detach(),
+        "logits_to_keep": lambda: [x.logits for x in steps(logits_to_keep=torch.tensor([0]))],
+        "checkpointing in training": lambda: [x.logits for x in checkpointed(True)],
+        "checkpointing": lambda: [x.logits for x in checkpointed(False)],
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("asked", _of(None, None))
+def test_what_a_user_asks_of_a_model(asked, attention):
+    """As with DynamicCache, growing and fixed."""
+    model = build("llama", attention=attention)
+    expected = _of(DynamicCache(config=model.config), model)[asked]()
+    for capacity in (None, 60):
+        found = _of(MixedKVCache(model, "full", max_cache_len=capacity), model)[asked]()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_cache_cannot_give():
+    """Gradients through pages, and the whole text in each step: one error that names the remedy."""
+    model, ids = build("llama"), prompt(1, 20)
+    with pytest.raises(RuntimeError, match=r"no gradient flows .*use_cache=False"):
+        model(ids, labels=ids, past_key_values=MixedKVCache(model, "full")).loss.backward()
+    with pytest.raises(ValueError, match=r"exceed the capacity of 80; with use_cache=False, .* leave that out"):
+        model.generate(
+            ids, past_key_values=MixedKVCache(model, "full", max_cache_len=80), use_cache=False, max_new_tokens=9
+        )

@@ -206,11 +206,20 @@ def test_autocast_of_some_forwards():
         model(prompt(1, 1), past_key_values=cache)
 
 
+def test_what_is_computed_of_a_model_outlives_inference_mode():
+    """Vectors of smoothing: steps with gradients use them."""
+    model, ids = build("llama"), prompt(1, 60)
+    cache = MixedKVCache(model, "saw-int4")
+    with torch.inference_mode():
+        model(ids[:, :50], past_key_values=cache)
+    assert model(ids[:, 50:51], past_key_values=cache).logits.isfinite().all()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("capacity", [None, 60])
-def test_a_forward_compiled_for_all_shapes(capacity):
+@pytest.mark.parametrize(("family", "capacity"), [("llama", None), ("llama", 60), ("deepseek-v3", 60)])
+def test_a_forward_compiled_for_all_shapes(family, capacity):
     """With ``dynamic=True`` the index of a layer is a number that the compiler does not know."""
-    model, ids = build("llama", num_hidden_layers=1), prompt(1, 40)
+    model, ids = build(family, num_hidden_layers=1), prompt(1, 40)
     forward = torch.compile(model.forward, backend="eager", dynamic=True)
     logits = []
     for call, cache in (

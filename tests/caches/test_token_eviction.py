@@ -100,7 +100,7 @@ def test_a_prompt_keeps_the_tokens_of_highest_score(name):
 
 
 @on_every_scheme
-@pytest.mark.parametrize("knobs", [{"trim_every": 7, "sink_length": 5}, {"budget_share": 0.5}])
+@pytest.mark.parametrize("knobs", [{"trim_every": 7, "sink_length": 5}, {"budget_share": 0.5, "trim_every": 7}])
 def test_prompts_and_steps_keep_what_scores_say(name, knobs):
     """Turns, chunks, steps of one token and of several: the tokens of a plain simulation, in order."""
     scheme = small(name, **knobs, **({"budget_tokens": None} if "budget_share" in knobs else {}))

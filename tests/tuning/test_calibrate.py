@@ -165,6 +165,7 @@ def test_forms_of_conversations(line):
         ('{"text": "a"}', r'data: .*: line 1: expected \{"messages"'),
         ('[{"content": "a"}]', "data: .*: line 1: expected a message with a role"),
         ('["a"]', "data: .*: line 1: expected a message with a role"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": 5}', "data: .*: line 1: expected tools that are"),
     ],
 )
 def test_bad_data_files(tmp_path, text, message):

@@ -245,7 +245,8 @@ def _prompt(
 
 @_prompt.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return q.new_empty((*q.shape[:3], v.shape[-1]))
+    # Queries of latents are as wide as a latent and its rotary part together.
+    return q.new_empty((*q.shape[:3], (v if q.shape[-1] == k.shape[-1] else k).shape[-1]))
 
 
 def _attend_prompt(
@@ -257,7 +258,9 @@ def _attend_prompt(
         arguments = arguments._replace(mask=arguments.mask[..., layer.seen - layer.columns : layer.seen])
 
     def dense() -> Tensor:
-        found, _ = dense_attention(None, query, layer.dense("keys"), layer.dense("values"), arguments)
+        held = layer.dense("keys"), layer.dense("values")
+        given = (torch.cat(held, -1), held[0]) if layer.latents else held
+        found, _ = dense_attention(None, query, *given, arguments)
         return found.transpose(1, 2)
 
     return layer.forward(query, arguments.explicit(query, layer.columns), dense, arguments.mask).contiguous()
@@ -331,7 +334,9 @@ def hfkvq_attention(
     latents, tiles = layer.latents, key.tiles  # type: ignore[attr-defined]
     asked, after = query, None
     if latents:
-        asked = absorb_queries(module, query) if query.shape[2] <= MAX_STEP else query
+        # A prompt that is an operation of a compiled model knows no module that could expand latents.
+        absorbs = query.shape[2] <= MAX_STEP or isinstance(key, StepKV)
+        asked = absorb_queries(module, query) if absorbs else query
         after = partial(values_from_latents, module)
     elif tiles > 1:
         # Heads come ``tiles`` times one after another; pages want those of each KV head in a row.

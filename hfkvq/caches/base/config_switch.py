@@ -59,6 +59,9 @@ def switch(config: Any, cache: Any) -> None:
     key = id(config)
     lent_from = _LENT.pop(key, NAME)
     before = config._attn_implementation_internal if lent_from == NAME else lent_from
+    if key not in _SWITCHED:
+        # A config that is a shallow copy of a switched one is switched, and not known.
+        before = getattr(before, "before", before)
     if before != NAME:
         if key not in _SWITCHED:
             weakref.finalize(config, _SWITCHED.pop, key, None)

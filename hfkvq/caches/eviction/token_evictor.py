@@ -57,8 +57,9 @@ class TokenEvictor(Eviction[EvictionScheme]):
         interval = self.policy.interval
         if interval is None:
             return None
-        given = torch.tensor(room, dtype=torch.int64, device="cpu")
-        left = int(self.policy.room(given, given, *self.place, self.layer.hold))
+        # Budgets may fall while tokens come.
+        given = torch.arange(1, room + 1, dtype=torch.int64, device="cpu")
+        left = int(self.policy.room(given, given, *self.place, self.layer.hold).max())
         return (left + interval,) * len(self.store().runs)
 
     # An attention call.

@@ -190,6 +190,7 @@ class Measured:
         return torch.stack(noises).amax(0)
 
 
+@outside_inference_mode
 def vectors_of(mean: Tensor, deviation: Tensor, query: Tensor | None, rotated: bool) -> Tensor:
     """The vectors f32 (3, H, D) of a layer.
 

@@ -224,9 +224,13 @@ class KVLayer(CacheLayerMixin):
     def check_capacity(self, tokens: int) -> None:
         """Raises ValueError if ``tokens`` more exceed a fixed capacity."""
         if self.capacity is not None and self.seen + tokens > self.capacity:
+            # Each step of such a generation gives one token more than the last one, to any cache.
+            again = tokens == self.newest + 1 > 2
+            larger = "make the cache with a larger max_cache_len, or with none so that it grows"
+            shorter = "with use_cache=False, generate gives it the whole text in each step: leave that out"
             raise ValueError(
                 f"max_cache_len: {self.seen} tokens and {tokens} new ones exceed the capacity of {self.capacity}; "
-                "make the cache with a larger max_cache_len, or with none so that it grows."
+                f"{shorter if again else larger}."
             )
 
     def get_max_length(self) -> int:

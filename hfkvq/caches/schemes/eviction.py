@@ -81,7 +81,7 @@ class EvictionScheme(Scheme):
             layer: index of the layer in the model.
 
         Returns:
-            i64 (...,), never less for more tokens given. Tokens that always stay do so whatever it says.
+            i64 (...,), which may be less for more tokens given. Tokens that always stay do so whatever it says.
         """
         return torch.full_like(given, self.tokens)
 
@@ -96,14 +96,18 @@ class EvictionScheme(Scheme):
         return torch.minimum(self.budget(given, layer, layers).clamp(min=always), held)
 
     def due_in(self, given: Tensor, held: Tensor, layer: int, layers: int, hold: int = 0) -> Tensor | None:
-        """Steps after which a trim is due, one at least: i64 (...,); None where steps are not trimmed.
+        """Steps before which no trim is due, one at least: i64 (...,); None where steps are not trimmed.
 
-        Budgets never fall, so that it is not due before. Arguments are those of `room`.
+        Budgets may fall while tokens come, as PyramidKV's do in upper layers. Arguments are those of `room`.
         """
         if self.interval is None:
             return None
-        budget = self.budget(given, layer, layers).clamp(min=self.first + max(self.window, hold))
-        return (budget + self.interval - held).clamp(min=1)
+        always = self.first + max(self.window, hold)
+        most = (self.budget(given, layer, layers).clamp(min=always) + self.interval - held).clamp(min=1)
+        ahead = torch.arange(1, int(most.max()) + 1, dtype=torch.int64, device=held.device)
+        budgets = self.budget(given[..., None] + ahead, layer, layers).clamp(min=always)
+        due = held[..., None] + ahead >= budgets + self.interval
+        return torch.where(due.any(-1), torch.minimum(due.to(torch.int8).argmax(-1) + 1, most), most)
 
     def scores(self, evidence: Evidence) -> Tensor:
         """Score of every token: f32 (N, n). The highest stay; of equal ones the earlier.

@@ -21,7 +21,8 @@ class PyramidKV(TokenEviction):
     Paper: Cai et al., arXiv:2406.02069, section 3.2: budgets are an arithmetic sequence over the layers whose mean is
     the budget, and whose least is a part 1/β of it; `budget`. Scores are SnapKV's.
     Differs from the paper: budgets count the window, so that their mean is the budget; where the least would not hold
-    the window, or a prompt is too short for the pyramid, every layer has the mean (kvpress does both).
+    window and sink, or a prompt is too short for the pyramid, every layer has the mean (kvpress does both). So budgets
+    of upper layers fall where more tokens come, and with `trim_every` their tokens go then.
     Differs from the released code: as above; budgets are rounded to the nearest token, half to even.
 
     Attributes:
@@ -52,7 +53,7 @@ class PyramidKV(TokenEviction):
         most = 2 * even - least
         least = torch.where(most >= older, 2 * even - older, least)
         most = torch.minimum(most, older)
-        falls = (given >= most) & (most >= least) & (least >= self.window)
+        falls = (given >= most) & (most >= least) & (least >= self.window + self.sink_length)
         return torch.where(falls, (most - layer * (most - least) / max(layers - 1, 1)).round().long(), mean)
 
     @property
