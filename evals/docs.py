@@ -145,15 +145,19 @@ def generated() -> dict[Path, str]:
 
 
 def step_times() -> list[str]:
-    """Errors of the two step times in the README, which are in a sentence."""
-    rows = [row for part in ("steps", "heavy-layer") for row in load(f"generate-{part}-qwen3-8b-h200")["rows"]]
-    long = [row for row in rows if (row["kind"], row["batch"], row["context"]) == ("decode", 1, 32768)]
-    said = r"takes ([0-9.]+ ms) with `best-3.4` and ([0-9.]+ ms) with `DynamicCache`"
-    times = re.search(said, (ROOT / "README.md").read_text(encoding="utf-8"))
+    """Errors of the step times in the README, which are in a sentence."""
+    rows = load("vllm-backend-qwen3-8b-h100")["rows"]
+    said = r"takes # ms a step with `best-3.4` where vLLM 0.25 takes #[^)]*\), and # where it takes #".replace(
+        "#", r"([\d.]+)"
+    )
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    times = re.search(said, text)
+    sizes = [(engine, batch, context) for batch, context in ((1, 1024), (16, 8192)) for engine in ("best-3.4", "vllm")]
     wrong = []
-    for time, engine in zip(times.groups() if times else ("", ""), ("best-3.4", "dynamic-nocudnn"), strict=True):
-        if time not in (known := {f"{row['ms']['p50']:.1f} ms" for row in long if row["engine"] == engine}):
-            wrong.append(f"README.md: a step takes {time!r} with {engine}, measured {', '.join(sorted(known))}")
+    for time, size in zip(times.groups() if times else [""] * 4, sizes, strict=True):
+        known = {f"{row['step_ms']:.1f}" for row in rows if (row["engine"], row["batch"], row["context"]) == size}
+        if time not in known:
+            wrong.append(f"README.md: a step takes {time!r} with {size}, measured {', '.join(sorted(known))}")
     return wrong
 
 
