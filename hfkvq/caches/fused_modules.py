@@ -9,6 +9,7 @@ both ways there, on the newest token of what it is given.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import types
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 
 from hfkvq.kernels.dispatch import reference
 from hfkvq.kernels.fused import ACTIVATIONS, LAYERS, NORMS, gated_linear, linears, rms_norm, rotary
+
+logger = logging.getLogger(__name__)
 
 DEVICES = {"cuda"}
 """Types of devices on which modules are fused."""
@@ -41,7 +44,7 @@ class Fusion:
     def __init__(self) -> None:
         self.found: dict[Any, int | None] = {}
         self.groups: dict[nn.Linear, tuple[nn.Linear, ...]] = {}
-        self._compares = False
+        self._compares = self._told = False
         # Input of the last linear layers, its copy, and these.
         self._last: tuple[Tensor, Tensor, list[nn.Linear]] | None = None
         # Input of a group and results for those that have not been called yet.
@@ -70,6 +73,24 @@ class Fusion:
             for module in replaced:
                 del vars(module)["forward"]
             self._last = self._ready = None
+
+    def tell(self, model: nn.Module) -> None:
+        """Logs once which modules around attention run as they are, and why; after a step that has compared them."""
+        if self._told:
+            return
+        self._told = True
+        reasons = dict.fromkeys(
+            f"{kind[0].__name__} (computes another thing)" for kind, x in self.found.items() if x is None
+        )
+        for module in model.modules():
+            name = type(module).__name__
+            if type(module).__call__ is nn.Module.__call__ and name.endswith(("Linear", "Norm", "MLP")):
+                if not _is_own(module):
+                    reasons[f"{name} (its forward has been replaced)"] = None
+                elif not all(map(_is_dense, module.parameters(recurse=False))):
+                    reasons[f"{name} (its weights are quantized or spread over devices)"] = None
+        if reasons:
+            logger.info("%s: not fused in captured steps: %s.", type(model).__name__, ", ".join(reasons))
 
     def _forward_of(self, module: nn.Module) -> Forward | None:
         """Function in place of a class's forward, which takes the module first; None where the module runs as it is."""

@@ -494,7 +494,10 @@ class StepGraphs:
                 return model._call_impl(**tensors, **step.rest, **with_cache(model, cache))
 
         with self.states.undone_on_error():
-            return self._whole(cache, tensors, step, run)
+            out = self._whole(cache, tensors, step, run)
+        if interceptor.fusion is not None:
+            interceptor.fusion.tell(model)
+        return out
 
     def _whole(self, cache: CapturableCache, tensors: dict[str, Tensor], step: Step, run: Callable[[], Any]) -> Any:
         """Runs a step and counts it; if it is interrupted, its tokens are in no layer."""

@@ -128,7 +128,8 @@ def quantized(model):
 
 
 @pytest.mark.parametrize("change", [replaced, quantized])
-def test_what_others_have_changed_runs_as_it_is(change, cpu, monkeypatch):
+def test_what_others_have_changed_runs_as_it_is(change, cpu, monkeypatch, caplog):
+    caplog.set_level("INFO", logger=fused_modules.__name__)
     found = []
     for given in ("1", "0"):
         monkeypatch.setenv("HFKVQ_FUSION", given)
@@ -137,6 +138,9 @@ def test_what_others_have_changed_runs_as_it_is(change, cpu, monkeypatch):
         found.append(logits(model))
         assert change is not replaced or "forward" in vars(model.model.layers[0].mlp)
     assert torch.equal(*found)
+    # A subclass of linear layers is none of PyTorch's, and nothing is said of it.
+    said = ["LlamaForCausalLM: not fused in captured steps: LlamaMLP (its forward has been replaced)."]
+    assert [record.getMessage() for record in caplog.records] == (said if change is replaced else [])
     monkeypatch.setenv("HFKVQ_FUSION", "1")
     assert not torch.equal(found[0], logits(shaken("llama")))
 
