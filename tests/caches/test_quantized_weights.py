@@ -8,11 +8,13 @@ import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hfkvq import MixedKVCache
+from hfkvq.caches.schemes.base import presets
 from tests.caches.models import build, prompt
 
 pytestmark = pytest.mark.slow
 
-PRESETS = ("full", "best-3.4", "saw-int4", "kitty-pro", "mixkvq", "arkv", "kvarn-k4v2", "triaxial")
+# Those of keys and values: latents have other models.
+PRESETS = [name for name in presets() if not name.startswith("latent")]
 
 
 def config_of(method):
