@@ -38,11 +38,13 @@ class Fusion:
 
     Attributes:
         found: indices of kernels' forms by kind of module; None for kinds that no kernel computes alike.
+        checked: norms and MLPs that have been computed both ways, and whether their kind's kernel gives what they give.
         groups: linear layers that have been called one after the other with one input, by each of them.
     """
 
     def __init__(self) -> None:
         self.found: dict[Any, int | None] = {}
+        self.checked: dict[nn.Module, bool] = {}
         self.groups: dict[nn.Linear, tuple[nn.Linear, ...]] = {}
         self._compares = self._told = False
         # Input of the last linear layers, its copy, and these.
@@ -109,17 +111,29 @@ class Fusion:
         # Rotary embedding is a function that attention finds in its file: here a copy of its forward finds another.
         return _with_globals(own, fused) if fused else None
 
-    def _form(self, kind: Any, plain: Forward, fused: Sequence[Forward], in_torch: Sequence[Forward]) -> int | None:
+    def _form(
+        self,
+        kind: Any,
+        plain: Forward,
+        fused: Sequence[Forward],
+        in_torch: Sequence[Forward],
+        module: nn.Module | None = None,
+    ) -> int | None:
         """Index of the form that gives what ``plain`` does, up to rounding; None for no form, or for not known yet.
 
-        PyTorch computes all forms, and the kernel, which is compiled for it, the nearest.
+        PyTorch computes all forms, and the kernel, which is compiled for it, the nearest. Modules of a kind may differ
+        by a flag, so each ``module`` is computed both ways once.
         """
-        if kind not in self.found and self._compares:
+        if self._compares and (kind not in self.found or (module is not None and module not in self.checked)):
             expected = plain()
-            errors = [_error(expected, form()) for form in in_torch]
-            nearest = errors.index(min(errors))
-            self.found[kind] = nearest if max(errors[nearest], _error(expected, fused[nearest]())) <= 1 else None
-        return self.found.get(kind)
+            if kind not in self.found:
+                errors = [_error(expected, form()) for form in in_torch]
+                nearest = errors.index(min(errors))
+                self.found[kind] = nearest if max(errors[nearest], _error(expected, fused[nearest]())) <= 1 else None
+            form = self.found[kind]
+            if module is not None:
+                self.checked[module] = form is not None and _error(expected, fused[form]()) <= 1
+        return self.found.get(kind) if module is None or self.checked.get(module) else None
 
     def _norm(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         plain = partial(type(module).forward, module, *args, **kwargs)
@@ -133,7 +147,7 @@ class Fusion:
         fused, in_torch = (
             [partial(run, few, weight, eps, i) for i in range(len(NORMS))] for run in (rms_norm, reference("rms_norm"))
         )
-        form = self._form(kind, partial(type(module).forward, module, few), fused, in_torch)
+        form = self._form(kind, partial(type(module).forward, module, few), fused, in_torch, module)
         return plain() if form is None else rms_norm(x, weight, eps, form)
 
     def _mlp(self, module: Any, *args: Any, layers: tuple[nn.Linear, ...], **kwargs: Any) -> Any:
@@ -153,7 +167,7 @@ class Fusion:
             [partial(compute, few, product, i) for i in range(len(ACTIVATIONS))]
             for product in (gated_linear, reference("gated_linear"))
         )
-        form = self._form(kind, partial(type(module).forward, module, few), fused, in_torch)
+        form = self._form(kind, partial(type(module).forward, module, few), fused, in_torch, module)
         return plain() if form is None else compute(args[0], gated_linear, form)
 
     def _linear(self, module: nn.Linear, *args: Any, **kwargs: Any) -> Any:

@@ -188,6 +188,22 @@ def test_what_computes_another_thing_is_left():
     assert set(fusion.found.values()) == {None}
 
 
+@pytest.mark.parametrize("other", [0, 1])
+def test_modules_of_a_kind_that_differ_by_a_flag(other, cpu, monkeypatch):
+    """As Gemma 3n's MLPs, some of which are sparse."""
+    model = shaken("llama")
+    mlp = type(model.model.layers[0].mlp)
+    own = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda self, x: own(self, x) / (3 if hasattr(self, "sparse") else 1))
+    model.model.layers[other].mlp.sparse = True
+    found = logits(model)
+    fused = [model._compiled_call_impl.fusion.checked[layer.mlp] for layer in model.model.layers]
+    # A kind whose first module is none that a kernel computes is left as a whole.
+    assert fused == ([False, False] if other == 0 else [True, False])
+    monkeypatch.setenv("HFKVQ_FUSION", "0")
+    torch.testing.assert_close(found, logits(model))
+
+
 @pytest.mark.parametrize("given", ["2", "yes", "auto"])
 def test_a_value_that_says_nothing(given, cpu, monkeypatch):
     monkeypatch.setenv("HFKVQ_FUSION", given)
