@@ -129,10 +129,10 @@ class Fusion:
             if kind not in self.found:
                 errors = [_error(expected, form()) for form in in_torch]
                 nearest = errors.index(min(errors))
-                self.found[kind] = nearest if max(errors[nearest], _error(expected, fused[nearest]())) <= 1 else None
+                self.found[kind] = nearest if max(errors[nearest], _attempt(expected, fused[nearest])) <= 1 else None
             form = self.found[kind]
             if module is not None:
-                self.checked[module] = form is not None and _error(expected, fused[form]()) <= 1
+                self.checked[module] = form is not None and _attempt(expected, fused[form]) <= 1
         return self.found.get(kind) if module is None or self.checked.get(module) else None
 
     def _norm(self, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,6 +235,17 @@ def _error(expected: Any, found: Any) -> float:
     # NaN, and results of zeros, which say nothing, are no agreement.
     error = float((found.float() - wide).norm() / allowed)
     return error if error == error else math.inf
+
+
+def _attempt(expected: Any, compute: Forward) -> float:
+    """Distance of a kernel's result; infinite where the kernel cannot be compiled or launched on this GPU."""
+    try:
+        return _error(expected, compute())
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        logger.info("A fused kernel failed, so modules run as they are: %s", error)
+        return math.inf
 
 
 def _newest(x: Tensor) -> Tensor:

@@ -188,6 +188,22 @@ def test_what_computes_another_thing_is_left():
     assert set(fusion.found.values()) == {None}
 
 
+def test_a_kernel_that_fails_leaves_modules_as_they_are(cpu, monkeypatch, caplog):
+    def failing(*_):
+        raise RuntimeError("out of shared memory")
+
+    for name in ("rms_norm", "linears"):
+        monkeypatch.setattr(fused_modules, name, failing)
+    caplog.set_level("INFO", logger=fused_modules.__name__)
+    model = shaken("llama")
+    found = logits(model)
+    kinds = model._compiled_call_impl.fusion.found
+    assert {kind[0].__name__ for kind, form in kinds.items() if form is None} == {"Linear", "LlamaRMSNorm"}
+    assert "A fused kernel failed, so modules run as they are: out of shared memory" in caplog.text
+    monkeypatch.setenv("HFKVQ_FUSION", "0")
+    torch.testing.assert_close(found, logits(model))
+
+
 @pytest.mark.parametrize("other", [0, 1])
 def test_modules_of_a_kind_that_differ_by_a_flag(other, cpu, monkeypatch):
     """As Gemma 3n's MLPs, some of which are sparse."""
