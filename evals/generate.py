@@ -337,7 +337,7 @@ def measure_calls(model: Any, engine: Engine, case: tuple[int, int], asked: argp
             kept[0].reset()
         cache = kept[0] if kept else engine.make(model, context + asked.tokens)
         kept.extend([cache] if compiled and not kept else [])
-        # As in `cache = MixedKVCache(model)` for each request: the last cache goes when the new one is there.
+        # The last cache goes when the new one is there, as in `cache = MixedKVCache(model)` for each request.
         last[:] = [cache]
         with engine.running(cache), torch.no_grad():
             given = {"attention_mask": torch.ones_like(ids), "generation_config": config, "max_new_tokens": tokens}

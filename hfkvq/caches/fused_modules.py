@@ -86,7 +86,7 @@ class Fusion:
         )
         for module in model.modules():
             name = type(module).__name__
-            if type(module).__call__ is nn.Module.__call__ and name.endswith(("Linear", "Norm", "MLP")):
+            if "Linear" in name or name.endswith(("Norm", "MLP")):
                 if not _is_own(module):
                     reasons[f"{name} (its forward has been replaced)"] = None
                 elif not all(map(_is_dense, module.parameters(recurse=False))):

@@ -120,7 +120,7 @@ def check_operation(model, name, capacity, operation, most):
 
 @pytest.mark.parametrize(
     ("name", "operation", "capacity"),
-    # Of each kind every second operation, of the next one the others.
+    # Operations are met by every second kind, in turn.
     [
         (name, each, (None, 120)[(i + j) // 2 % 2])
         for i, name in enumerate(KINDS)

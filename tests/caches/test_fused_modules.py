@@ -206,7 +206,7 @@ def test_a_kernel_that_fails_leaves_modules_as_they_are(cpu, monkeypatch, caplog
 
 @pytest.mark.parametrize("other", [0, 1])
 def test_modules_of_a_kind_that_differ_by_a_flag(other, cpu, monkeypatch):
-    """As Gemma 3n's MLPs, some of which are sparse."""
+    """MLPs of one class may be sparse or not, as Gemma 3n's are."""
     model = shaken("llama")
     mlp = type(model.model.layers[0].mlp)
     own = mlp.forward

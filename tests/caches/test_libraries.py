@@ -271,7 +271,7 @@ def test_attention_weights_are_given_or_refused(subclass, caplog, monkeypatch):
 
 
 def _of(cache, model):
-    """What a user may ask of a model and its `generate`: tensors, by a name."""
+    """Tensors, by name, that a user may ask of a model and its `generate`."""
     ids, keep = prompt(1, 20), {"past_key_values": cache}
     given = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True} | keep
 
@@ -306,7 +306,7 @@ def _of(cache, model):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("asked", _of(None, None))
 def test_what_a_user_asks_of_a_model(asked, attention):
-    """As with DynamicCache, growing and fixed."""
+    """Results equal those with DynamicCache, growing and fixed."""
     model = build("llama", attention=attention)
     expected = _of(DynamicCache(config=model.config), model)[asked]()
     for capacity in (None, 60):

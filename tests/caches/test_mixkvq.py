@@ -357,7 +357,7 @@ def test_the_gpu_chooses_the_same_and_waits_for_nothing(salience, select):
     assert torch.equal(bits.cpu(), expected)
 
 
-# Whether it is of use.
+# Benefit of weighing channels by queries.
 
 
 @pytest.mark.parametrize("salience", ["raw_logit", "raw", "error_only"])

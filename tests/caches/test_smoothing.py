@@ -240,7 +240,7 @@ def test_softcap_and_sinks_keep_their_logits(name, measured):
     cache.integrity_check()
 
 
-# Whether it is of use.
+# Benefit of smoothing.
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items):
         marker, params = item.get_closest_marker("interpreted"), getattr(item, "callspec", None)
         if marker is None or "interpret" not in params.params.values():
             return True
-        # Of each parameter, its values in the order in which they come.
+        # Values of each parameter, in the order in which they come.
         over = [(places.setdefault((item.function, x), {}), params.params[x]) for x in marker.kwargs.get("over", ())]
         if sum(known.setdefault(value, len(known)) for known, value in over) % marker.kwargs.get("turns", 1):
             return False

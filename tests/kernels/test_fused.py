@@ -46,7 +46,7 @@ SHAPES = [(1, 64), (2, 576), (3, 200), (16, 128), (40, 64)]
 
 
 def assert_near_exact(found, exact):
-    """As near to what f64 gives as PyTorch's own product is, which rounds once."""
+    """An error against f64 of at most twice that of rounding the exact product once."""
     assert found.is_contiguous()
     error = (found.double() - exact).norm() / exact.norm()
     assert error <= 2 * ((exact.to(found.dtype).double() - exact).norm() / exact.norm()) + 1e-6
