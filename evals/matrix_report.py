@@ -44,7 +44,7 @@ run some of the families at each change, and all of them on demand.
   timed with their published shapes ([results](results.md#models-of-other-kinds)). Experts are captured in bf16; in
   other dtypes Transformers' code for them asks the host.
 - **Quantized weights** change nothing for a cache: with those of quanto (int8), torchao (int8) and bitsandbytes (8 and
-  4 bits), on a CPU, eight presets lost what they lose with plain weights (`tests/caches/test_quantized_weights.py`).
+  4 bits), on a CPU, 36 presets lost what they lose with plain weights (`tests/caches/test_quantized_weights.py`).
 """
 
 
