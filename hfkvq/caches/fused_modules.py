@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.hooks import AlignDevicesHook
 from torch import Tensor, nn
 
 from hfkvq.kernels.dispatch import reference
@@ -68,12 +69,15 @@ class Fusion:
             for module in model.modules():
                 forward = None if prompt and type(module) is nn.Linear else self._forward_of(module)
                 if forward is not None:
+                    replaced.append((module, vars(module).get("forward")))
                     vars(module)["forward"] = _Fused(module, forward, thread)
-                    replaced.append(module)
             yield
         finally:
-            for module in replaced:
-                del vars(module)["forward"]
+            for module, before in replaced:
+                if before is None:
+                    del vars(module)["forward"]
+                else:
+                    vars(module)["forward"] = before
             self._last = self._ready = None
 
     def tell(self, model: nn.Module) -> None:
@@ -141,7 +145,7 @@ class Fusion:
             return plain()
         x, weight = args[0], module.weight
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if not isinstance(eps, float) or x.dtype != weight.dtype or x.shape[-1] != weight.numel():
+        if not isinstance(eps, float) or not _belongs(x, weight) or x.shape[-1] != weight.numel():
             return plain()
         kind, few = (type(module), eps, x.dtype, x.shape[-1]), _newest(x)
         fused, in_torch = (
@@ -152,7 +156,7 @@ class Fusion:
 
     def _mlp(self, module: Any, *args: Any, layers: tuple[nn.Linear, ...], **kwargs: Any) -> Any:
         plain = partial(type(module).forward, module, *args, **kwargs)
-        if len(args) != 1 or kwargs or not _is_plain_tensor(args[0]):
+        if len(args) != 1 or kwargs or not all(_belongs(args[0], each.weight) for each in layers):
             return plain()
 
         *first, down = layers
@@ -172,7 +176,7 @@ class Fusion:
 
     def _linear(self, module: nn.Linear, *args: Any, **kwargs: Any) -> Any:
         plain = partial(type(module).forward, module, *args, **kwargs)
-        if len(args) != 1 or kwargs or not _is_plain_tensor(args[0]) or args[0].dtype != module.weight.dtype:
+        if len(args) != 1 or kwargs or not _belongs(args[0], module.weight):
             return plain()
         x = args[0]
         if self._compares:
@@ -214,14 +218,23 @@ class Fusion:
 
 
 class _Fused:
-    """A module's forward in one thread; in others it is that of its class."""
+    """A module's forward in one thread; in others it is the module's own.
+
+    Modules of a model that is spread over devices move inputs to theirs first, as accelerate's hook does.
+    """
 
     def __init__(self, module: nn.Module, forward: Forward, thread: int) -> None:
         self._module, self._forward, self._thread = module, forward, thread
+        self._own = module.forward
+        self._hook = vars(module).get("_hf_hook")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._forward if threading.get_ident() == self._thread else type(self._module).forward
-        return forward(self._module, *args, **kwargs)
+        if threading.get_ident() != self._thread:
+            return self._own(*args, **kwargs)
+        if self._hook is None:
+            return self._forward(self._module, *args, **kwargs)
+        args, kwargs = self._hook.pre_forward(self._module, *args, **kwargs)
+        return self._hook.post_forward(self._module, self._forward(self._module, *args, **kwargs))
 
 
 def _error(expected: Any, found: Any) -> float:
@@ -260,7 +273,7 @@ def _kind(module: nn.Linear, x: Tensor) -> Any:
 
 def _alike(one: nn.Linear, other: nn.Linear) -> bool:
     """True for linear layers that one launch can compute over the same input."""
-    same_input = one.in_features == other.in_features and one.weight.dtype == other.weight.dtype
+    same_input = one.in_features == other.in_features and _belongs(one.weight.data, other.weight)
     return same_input and (one.bias is None) == (other.bias is None)
 
 
@@ -302,9 +315,25 @@ def _is_plain_tensor(x: Any) -> bool:
     return type(x) is Tensor and x.dtype in _DTYPES
 
 
+def _belongs(x: Any, weight: Tensor) -> bool:
+    """True for a plain tensor that a kernel can multiply by the weight: dtype and device are the same."""
+    return _is_plain_tensor(x) and x.dtype == weight.dtype and x.device == weight.device
+
+
 def _is_own(module: nn.Module) -> bool:
-    """False where another library, or the user's ``compile``, has replaced the module's forward."""
-    return "forward" not in vars(module) and module._compiled_call_impl is None
+    """False where another library, or the user's ``compile``, has replaced the module's forward.
+
+    accelerate's replacement, which moves inputs to the module's device and then calls the forward, is none.
+    """
+    if module._compiled_call_impl is not None:
+        return False
+    replaced = vars(module).get("forward")
+    if replaced is None:
+        return True
+    hook, own = vars(module).get("_hf_hook"), vars(module).get("_old_forward")
+    moves = type(hook) is AlignDevicesHook and not hook.offload
+    theirs = getattr(getattr(replaced, "func", None), "__module__", None) == AlignDevicesHook.__module__
+    return moves and theirs and getattr(own, "__func__", None) is type(module).forward
 
 
 def _has_hooks(module: nn.Module) -> bool:

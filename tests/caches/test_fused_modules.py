@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 
 from hfkvq.caches import MixedKVCache, fused_modules
@@ -167,6 +168,22 @@ def test_other_threads_have_the_models_own_modules():
             model.model.norm(x)
         assert fusion.found
     assert torch.equal(seen[0], model.model.norm(x))
+
+
+def test_modules_that_accelerate_has_hooked(cpu):
+    """They are fused as those of a model on one device, and their hooks are theirs again afterwards."""
+    model = shaken("qwen3")
+    expected = logits(model)
+    fused = model._compiled_call_impl.fusion
+    model = shaken("qwen3")
+    for module in model.modules():
+        add_hook_to_module(module, AlignDevicesHook("cpu", io_same_device=module is model))
+    before = [vars(module)["forward"] for module in model.modules()]
+    assert torch.equal(logits(model), expected)
+    found = model._compiled_call_impl.fusion
+    assert found.found == fused.found
+    assert sorted(map(len, found.groups.values())) == sorted(map(len, fused.groups.values()))
+    assert all(vars(module)["forward"] is own for module, own in zip(model.modules(), before, strict=True))
 
 
 def test_what_computes_another_thing_is_left():
