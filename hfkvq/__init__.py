@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         captured_draft,
         get_scheme,
         list_schemes,
+        use,
     )
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "captured_draft",
     "get_scheme",
     "list_schemes",
+    "use",
 ]
 
 _MODULES = ("caches", "kernels")

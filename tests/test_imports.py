@@ -17,6 +17,7 @@ TRANSFORMERS_DOORS = {
         "attention.interface",
         "compile",
         "named",
+        "using",
         "base.model_config",
         "layer_state.smoothing",
         *(f"layers.{x}" for x in LAYERS),

@@ -26,6 +26,7 @@ from .prefix_store import PrefixMatch, PrefixStore
 from .schemes.base import Scheme, get_scheme, list_schemes
 from .schemes.preset import Preset, get_preset
 from .tags.bit_table import BitTable
+from .using import use
 
 __all__ = [
     "ARKVCache",
@@ -56,4 +57,5 @@ __all__ = [
     "list_schemes",
     "make_cache",
     "schemes",
+    "use",
 ]

@@ -10,7 +10,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers.cache_utils import DynamicCache
 
-from hfkvq import MixedKVCache, get_scheme
+from hfkvq import MixedKVCache, get_scheme, use
 from hfkvq.lm_eval.model import HFKVQ
 from hfkvq.measure.reference import load_reference, reference_path
 
@@ -322,3 +322,18 @@ def test_adapters(subject):
     texts = generate(lm, sentences(2, 10))
     merged = HFKVQ(pretrained=wrapped.merge_and_unload(), tokenizer=tokenizer, scheme="none", max_length=256)
     assert generate(merged, sentences(2, 10)) == texts
+
+
+def test_a_model_in_use_answers_under_lm_evals_own_model(subject):
+    """As ours answers with a cache of the same scheme."""
+    model, tokenizer = subject
+    own = HFLM(pretrained=model, tokenizer=tokenizer, max_length=256)
+    requests = [
+        Instance("generate_until", {}, ("Compute 12 + 7. Then add 5.", {"until": ["\n\n"], "max_gen_toks": 8}), 0)
+    ]
+    want = HFKVQ(pretrained=model, tokenizer=tokenizer, scheme="kivi-2", max_length=256).generate_until(requests)
+    with use(model, "kivi-2") as used:
+        made, new = [], used._make
+        used._make = lambda model: made.append(1) or new(model)
+        assert own.generate_until(requests) == want
+    assert made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -117,6 +117,13 @@ def on_restore(config: Any, key: int, undo: Callable[[], None]) -> None:
     held = _SWITCHED.get(id(config))
     if held is not None:
         held.undo[key] = undo
+
+
+def release(config: Any, caches: Iterable[Any]) -> bool:
+    """Switches a config back although these caches live on, unless others need it; whether it is switched still."""
+    for cache in caches:
+        _remove_cache(weakref.ref(config), id(cache))
+    return config._attn_implementation_internal == NAME
 
 
 def _remove_cache(config: weakref.ref[Any], cache: int) -> None:

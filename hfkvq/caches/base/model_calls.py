@@ -135,6 +135,12 @@ def intercept(model: torch.nn.Module) -> CallInterceptor | None:
     return interceptor if isinstance(interceptor, CallInterceptor) else None
 
 
+def unintercept(model: Any) -> None:
+    """Takes away a model's interceptor, and with it what it knows of captured steps."""
+    if isinstance(model._compiled_call_impl, CallInterceptor):
+        del model._compiled_call_impl
+
+
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
     """A cache as an argument of a model's call or ``generate``, by the name that the model has for it."""
     inner = getattr(model, "get_base_model", None)
