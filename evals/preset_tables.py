@@ -9,7 +9,6 @@ from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.schemes.base import Scheme, entry_of, get_scheme, in_order
 from hfkvq.measure.presets import bits_words, describe
 from hfkvq.measure.tables import markdown_table
-from hfkvq.serving.fields import ENDPOINTS, FIELDS
 
 
 def _paper_words(item: dict[str, Any]) -> str:
@@ -53,6 +52,9 @@ def schemes_markdown() -> str:
 
 def request_fields() -> str:
     """The table of docs/serving.md: a row for each field."""
+    # Serving needs a newer Transformers than the other tables.
+    from hfkvq.serving.fields import ENDPOINTS, FIELDS
+
     lines = [f"| field | {' | '.join(ENDPOINTS)} |", "|---|---|---|---|"]
     for name, rules in FIELDS.items():
         cells = ("" if rule is None else rule.allowed or "refused" for rule in rules)

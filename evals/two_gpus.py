@@ -17,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ def main() -> None:
     parser.add_argument("--cases", default="1x1k,16x8k")
     parser.add_argument("--tokens", type=int, default=136)
     parser.add_argument("--ways", default="one,layers,heads")
-    parser.add_argument("--folder", default="/tmp/two-gpus", help="where the model is written for tensor parallelism")
+    written = str(Path(tempfile.gettempdir()) / "two-gpus")
+    parser.add_argument("--folder", default=written, help="where the model is written for tensor parallelism")
     parser.add_argument("--json", required=True)
     arguments = parser.parse_args()
     if "RANK" in os.environ:

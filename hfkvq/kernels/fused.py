@@ -140,14 +140,14 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @define("rotary")
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    found = (_turned(x, cos[:, None], sin[:, None]) for x in (q, k))
-    q, k = (x.contiguous() for x in found)
-    return q, k
+    q, k = (_turned(x, cos[:, None], sin[:, None]) for x in (q, k))
+    return q.transpose(1, 2).contiguous().transpose(1, 2), k.contiguous()
 
 
 @_rotary.register_fake
 def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    turned = torch.empty(q.transpose(1, 2).shape, dtype=q.dtype, device=q.device).transpose(1, 2)
+    return turned, torch.empty(k.shape, dtype=k.dtype, device=k.device)
 
 
 triton_slot("rotary", "fused:rotary_triton")
@@ -162,6 +162,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         cos: (B or 1, T, D).
 
     Returns:
-        Queries and keys of the same shapes and dtype, contiguous.
+        Queries and keys of the same shapes and dtype: queries lie as (B, T, Hq, D), and so does what PyTorch's
+        attention makes of them; keys are contiguous.
     """
     return call(_rotary, q, q, k, cos, sin)

@@ -46,6 +46,12 @@ def model():
     return LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
 
 
+@pytest.fixture(autouse=True)
+def unfused(monkeypatch):
+    """Steps launch what steps in Python launch, to the bit: fused modules are those of `test_fused_modules`."""
+    monkeypatch.setenv("HFKVQ_FUSION", "0")
+
+
 @pytest.fixture
 def made(monkeypatch):
     """How many graphs are captured."""
@@ -184,6 +190,12 @@ def test_modes_of_generate(mode, length, made, monkeypatch):
     got = MODES[mode](model, lambda: MixedKVCache(model, test_generate.FULL, max_cache_len=length))
     assert torch.equal(got, expected)
     assert made
+
+
+def test_fused_steps_ask_the_host_nothing(model, made, monkeypatch):
+    monkeypatch.setenv("HFKVQ_FUSION", "1")
+    steps(model, MixedKVCache(model, max_cache_len=PROMPT + 40), 30, strict=True)
+    assert len(made) == 1
 
 
 class Asks(torch.nn.Module):

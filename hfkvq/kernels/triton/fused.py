@@ -28,19 +28,24 @@ HALVES = (torch.bfloat16, torch.float16)
 WIDEST = 16384
 """Channels of a norm that a program holds at once; wider ones take the reference."""
 
+MANY, TILE = 4096, 2048
+"""Rows from which a program norms several, and elements of such a program."""
 
-@triton.jit(do_not_specialize=["form"])
-def rms_norm_kernel(x, weight, out, eps, form, D: tl.constexpr, BD: tl.constexpr):
-    """One row; see `hfkvq.kernels.fused.NORMS` for its form."""
-    i_r = tl.program_id(0).to(tl.int64)
+
+@triton.jit(do_not_specialize=["form", "R"])
+def rms_norm_kernel(x, weight, out, eps, form, R, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
+    """BR of R rows; see `hfkvq.kernels.fused.NORMS` for the form."""
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
-    b_x = tl.load(x + i_r * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+    m_x = (o_r < R)[:, None] & m_d[None, :]
+    o_x = o_r[:, None] * D + o_d[None, :]
+    b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_w = tl.load(weight + o_d, mask=m_d, other=0.0).to(tl.float32)
-    b_x *= tl.rsqrt(tl.sum(b_x * b_x, 0) / D + eps)
+    b_x *= tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
     b_x = tl.where(form == 0, b_x.to(out.dtype.element_ty).to(tl.float32), b_x)
     b_w = tl.where(form == 2, b_w + 1.0, b_w)
-    tl.store(out + i_r * D + o_d, (b_x * b_w).to(out.dtype.element_ty), mask=m_d)
+    tl.store(out + o_x, (b_x * b_w[None, :]).to(out.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
@@ -156,15 +161,17 @@ def gated_linear_kernel(
         tl.store(out + o_m[None, :] * N + o_n[:, None], b_y, mask=(o_n < N)[:, None] & (o_m < M)[None, :])
 
 
-@triton.jit(do_not_specialize=["activation", "n"])
-def activated_product_kernel(gate, up, out, activation, n, BN: tl.constexpr):
-    """BN elements of ``activation(gate) * up``."""
+@triton.jit(do_not_specialize=["activation", "eighths"])
+def activated_product_kernel(gate, up, out, activation, eighths, BN: tl.constexpr):
+    """BN elements of ``activation(gate) * up``, of which there are eight times ``eighths``."""
     o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    # Eight elements that lie side by side are masked alike, so that they are loaded at once.
+    m_n = o_n // 8 < eighths
     kind = out.dtype.element_ty
-    b_x = tl.load(gate + o_n, mask=o_n < n, other=0.0).to(tl.float32)
-    b_up = tl.load(up + o_n, mask=o_n < n, other=0.0).to(tl.float32)
+    b_x = tl.load(gate + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_up = tl.load(up + o_n, mask=m_n, other=0.0).to(tl.float32)
     b_y = _activate(b_x, activation).to(kind).to(tl.float32) * b_up
-    tl.store(out + o_n, b_y.to(kind), mask=o_n < n)
+    tl.store(out + o_n, b_y.to(kind), mask=m_n)
 
 
 @triton.jit(do_not_specialize=["T", "s_qb", "s_qh", "s_qt", "s_kb", "s_kh", "s_kt", "s_angle"])
@@ -195,7 +202,7 @@ def rotary_kernel(
     # Products are rounded before they are added, as PyTorch rounds them.
     b_y1 = (b_1 * b_c1).to(kind).to(tl.float32) + (-b_2 * b_s1).to(kind).to(tl.float32)
     b_y2 = (b_2 * b_c2).to(kind).to(tl.float32) + (b_1 * b_s2).to(kind).to(tl.float32)
-    p_q = out_q + (((i_b * HQ + o_h) * T + i_t) * D)[:, None] + o_d[None, :]
+    p_q = out_q + (((i_b * T + i_t) * HQ + o_h) * D)[:, None] + o_d[None, :]
     p_k = out_k + (((i_b * H + o_k) * T + i_t) * D)[:, None] + o_d[None, :]
     tl.store(p_q, b_y1.to(kind), mask=m_q)
     tl.store(p_q + HALF, b_y2.to(kind), mask=m_q)
@@ -224,8 +231,11 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, form: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _norm_launch(rows: int, dim: int, eps: float, form: int, dtype: torch.dtype, device: torch.device) -> Launch:
-    constants = {"D": dim, "BD": power(dim), "num_warps": max(1, min(16, power(dim) // 512))}
-    return Launch(rms_norm_kernel, (rows,), {"eps": eps, "form": form}, constants | {"enable_fp_fusion": False}, device)
+    # Programs of one short row, in a prompt millions, would wait for multiprocessors more than they compute.
+    block = max(1, TILE // power(dim)) if rows > MANY else 1
+    constants = {"D": dim, "BD": power(dim), "BR": block, "num_warps": max(1, min(16, block * power(dim) // 512))}
+    numbers = {"eps": eps, "form": form, "R": rows}
+    return Launch(rms_norm_kernel, (cdiv(rows, block),), numbers, constants | {"enable_fp_fusion": False}, device)
 
 
 def linears_triton(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
@@ -277,7 +287,7 @@ def _gated_launch(
 
 def _activated(gate: Tensor, up: Tensor, activation: int) -> Tensor:
     """``activation(gate) * up`` of results of products, in one launch where the dtype allows."""
-    if not _takes(gate, up) or not gate.numel():
+    if not _takes(gate, up) or not gate.numel() or gate.numel() % 8:
         gelu = {1: "tanh", 2: "none"}.get(activation)
         return (F.silu(gate) if gelu is None else F.gelu(gate, approximate=gelu)) * up
     out = torch.empty_like(gate)
@@ -287,7 +297,7 @@ def _activated(gate: Tensor, up: Tensor, activation: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _activated_launch(count: int, activation: int, dtype: torch.dtype, device: torch.device) -> Launch:
-    numbers, constants = {"activation": activation, "n": count}, {"BN": 1024, "num_warps": 4}
+    numbers, constants = {"activation": activation, "eighths": count // 8}, {"BN": 1024, "num_warps": 4}
     return Launch(activated_product_kernel, (cdiv(count, 1024),), numbers, constants, device)
 
 
@@ -316,12 +326,13 @@ def fused_wanted(widths: Widths, dtype: torch.dtype, device: torch.device) -> It
     """Kernels that steps of a model launch around attention, as far as its sizes tell."""
     hidden, intermediate, heads, kv_heads, dim, rows = widths
     for each in {hidden, dim}:
-        if each <= WIDEST:
-            yield _norm_launch(rows, each, 1e-6, 0, dtype, device).wanted([dtype] * 3)
+        # Prompts' rows are many.
+        for count in (rows, MANY + 1) if each <= WIDEST else ():
+            yield _norm_launch(count, each, 1e-6, 0, dtype, device).wanted([dtype] * 3)
     q, k = (((1, n, 1, dim), (n * dim, dim, n * dim, 1)) for n in (heads, kv_heads))
     if dim % 2 == 0:
         yield _rotary_launch(*q, kv_heads, k[1], 0, dtype, device).wanted([dtype] * 6)
-    yield _activated_launch(1, 0, dtype, device).wanted([dtype] * 3)
+    yield _activated_launch(8, 0, dtype, device).wanted([dtype] * 3)
     if dtype in HALVES and rows <= ROWS:
         for width in {hidden, intermediate, heads * dim}:
             if width % 8 == 0:
@@ -338,12 +349,13 @@ def rotary_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
         return reference("rotary")(q, k, cos, sin)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     cos, sin = cos.contiguous(), sin.contiguous()
-    out_q, out_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    out_q = torch.empty(q.transpose(1, 2).shape, dtype=q.dtype, device=q.device)
+    out_k = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     if math.prod(q.shape):
         angle = 0 if cos.shape[0] == 1 else cos.stride(0)
         launch = _rotary_launch(q.shape, q.stride(), k.shape[1], k.stride(), angle, q.dtype, q.device)
         launch(q, k, cos, sin, out_q, out_k)
-    return out_q, out_k
+    return out_q.transpose(1, 2), out_k
 
 
 @lru_cache(maxsize=1024)
