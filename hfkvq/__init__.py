@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         list_schemes,
         use,
     )
+    from hfkvq.measure.watching import watch
 
 __all__ = [
     "ARKVCache",
@@ -59,6 +60,7 @@ __all__ = [
     "get_scheme",
     "list_schemes",
     "use",
+    "watch",
 ]
 
 _MODULES = ("caches", "kernels")
@@ -72,7 +74,7 @@ if not TYPE_CHECKING:
             return importlib.import_module(f".{name}", __name__)
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(importlib.import_module(".caches", __name__), name)
+        found = getattr(importlib.import_module(".measure.watching" if name == "watch" else ".caches", __name__), name)
         # The next time it is found without this function.
         globals()[name] = found
         return found

@@ -35,6 +35,7 @@ from hfkvq.tuning.fit.cli import app as fit_app
 from hfkvq.tuning.fit.recommend_cli import app as recommend_app
 from hfkvq.tuning.search_cli import app as search_app
 from hfkvq.warm_cli import app as warm_app
+from hfkvq.watch_cli import app as watch_app
 
 # torch and Transformers are imported inside the commands, so that help comes at once.
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ app.add_typer(divergence_app)
 app.add_typer(search_app)
 app.add_typer(warm_app)
 app.add_typer(serve_app)
+app.add_typer(watch_app)
 app.add_typer(env_app)
 
 

@@ -30,6 +30,7 @@ WRONG: dict[str, list[str]] = {
     "model": MODELS,
     "tokenizer": MODELS,
     "name": [],
+    "prompt": [],
     "schemes": SCHEMES,
     "scheme": SCHEMES,
     "preset": SCHEMES,

@@ -186,7 +186,7 @@ def _layers(model: Any) -> int | None:
 
 
 def use(
-    model: torch.nn.Module,
+    model: Any,
     scheme: Preset | Scheme | str | Path | type[MixedKVCache] | None = None,
     **options: Any,
 ) -> InUse:
@@ -222,13 +222,14 @@ def use(
     if not isinstance(inner, torch.nn.Module) or not isinstance(getattr(inner, "config", None), PreTrainedConfig):
         held = ", e.g. its .model" if isinstance(getattr(model, "model", None), torch.nn.Module) else ""
         raise ValueError(f"model: got {type(model).__name__}, allowed a Transformers model{held}.")
-    fits = bool(set(CACHE_NAMES) & set(forward_parameters(type(inner))))
-    if hasattr(inner, ENTRY):
-        makes = inspect.signature(getattr(type(inner), ENTRY)).parameters
-        fits = fits and "model_kwargs" in makes and inner._supports_default_dynamic_cache()
+    kind: Any = type(inner)
+    fits = bool(set(CACHE_NAMES) & set(forward_parameters(kind)))
+    if hasattr(kind, ENTRY):
+        makes = inspect.signature(getattr(kind, ENTRY)).parameters
+        fits = fits and "model_kwargs" in makes and kind._supports_default_dynamic_cache()
     if not fits:
         raise ValueError(
-            f"model: got {type(inner).__name__}, which keeps no keys and values in a cache that can be replaced; "
+            f"model: got {kind.__name__}, which keeps no keys and values in a cache that can be replaced; "
             "allowed models that generate with DynamicCache."
         )
     if isinstance(scheme, type) and issubclass(scheme, MixedKVCache):
