@@ -70,8 +70,10 @@ class InUse:
     def kept(self) -> list[Tensor]:
         """Buffers of captured steps that the last cache has left for the next one."""
         left = None if self._spare is None else self._spare.left
-        parts = [] if left is None else [x for each in left.allocations for x in (each.tensor, each.pages)]
-        return [x for x in parts if x is not None]
+        if left is None:
+            return []
+        parts = [x for each in left.allocations for x in (each.tensor, each.pages)]
+        return [x for x in (*parts, *left.states) if x is not None]
 
     def undo(self) -> None:
         """Makes the model as it was, and frees the buffers that were kept; a second time does nothing.

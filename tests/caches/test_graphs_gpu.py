@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import threading
 
 import pytest
 import torch
+from rich.console import Console
 from torch._dynamo.utils import counters
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+import hfkvq
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import base
 from hfkvq.caches.base import capture
@@ -303,3 +306,24 @@ def test_interrupts_and_full_memory(model, made, monkeypatch):
             for each in (cache, plain)
         ]
     assert (outs[0] - outs[1]).abs().mean() < 0.05 * outs[1].abs().mean()
+
+
+def test_a_model_in_use_captures_once_and_frees_what_it_kept(model, made):
+    """Calls one after another, watched; undone, no byte more is held than before."""
+    ids, before = prompt(1), []
+    options = {"max_new_tokens": 40, "do_sample": False}
+    want = model.generate(ids, past_key_values=MixedKVCache(model, "best-3.4"), **options)
+    made.clear()
+    for _ in range(2):
+        gc.collect()
+        before.append(torch.cuda.memory_allocated())
+        with hfkvq.use(model, "best-3.4") as used, hfkvq.watch(used, Console(file=io.StringIO())) as moments:
+            for _ in range(4):
+                assert torch.equal(model.generate(ids, **options), want)
+            assert used.kept
+            assert torch.cuda.memory_allocated() > before[-1]
+        assert moments
+        # The second use begins without the buffers of the first.
+        assert len(made) == len(before)
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before[-1] + 2**20
