@@ -18,6 +18,7 @@ from hfkvq.caches import get_scheme
 from hfkvq.cli import app
 from hfkvq.measure.models import find_model
 from hfkvq.measure.reference import load_reference
+from hfkvq.measure.watching import look_at_server
 
 pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
 # Their import takes seconds, which processes that collect tests do not need.
@@ -89,6 +90,7 @@ def test_answers_whole_and_streamed(server, client):
     # Heads of 128: 4 bits, and a scale and a zero of 16 each.
     assert found["hfkvq_bits"] == 4.25
     assert 0 <= found["hfkvq_bytes"] <= found["hfkvq_room"]
+    assert look_at_server(server.url) == (0, 0, found["hfkvq_tokens"], found["hfkvq_bytes"], 4.25, ())
 
 
 def test_tokens_that_wait_in_16_bits(source):
