@@ -151,6 +151,13 @@ def build(name: str, *, attention: str | None = None, seed: int = 0, **changes: 
     return model
 
 
+def first_layers(model: Any, count: int) -> Any:
+    """The model with its first layers alone, which tell caches apart as all of them do."""
+    model.model.layers = model.model.layers[:count]
+    model.config.layer_types, model.config.num_hidden_layers = model.config.layer_types[:count], count
+    return model
+
+
 def prompt(rows: int, length: int, seed: int = 7) -> torch.Tensor:
     """Token ids (rows, length) without the special ones."""
     generator = torch.Generator().manual_seed(seed)

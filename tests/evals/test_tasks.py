@@ -102,8 +102,10 @@ def test_needles_are_the_same_every_time(monkeypatch):
     assert public.score_ruler(rows[0], [rows[1]["outputs"][0]]) == {"score": 0.0}
 
 
-def test_reference_model_through_lm_eval():
+def test_reference_model_through_lm_eval(monkeypatch):
     """The whole way, with lm-eval's stock model: generation and log-likelihoods."""
+    # It asks pip for all that is installed, for a second.
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     metadata = {"pretrained": str(reference_path()), "ref_samples": 3, "ref_size": 24}
     found = simple_evaluate(
         model="hf",

@@ -497,11 +497,17 @@ def work(capability: str, folder: Path, most: int) -> None:
     front.log("done")
 
 
-if __name__ == "__main__":
-    # Every GPU has a process, and so its own caches, and one that ends before its time ends alone; forked, since to
-    # import takes half as long as to build.
+def in_turn(gpus: list[str], folder: Path, most: int) -> None:
+    """Does everything for some GPUs, each in a process with its own caches, which ends alone where it ends early.
+
+    Processes are forked, since to import takes half as long as to build.
+    """
     context = multiprocessing.get_context("fork")
-    for name in sys.argv[3:]:
-        process = context.Process(target=work, args=(name, Path(sys.argv[1]), int(sys.argv[2])))
+    for name in gpus:
+        process = context.Process(target=work, args=(name, folder, most))
         process.start()
         process.join()
+
+
+if __name__ == "__main__":
+    in_turn(sys.argv[3:], Path(sys.argv[1]), int(sys.argv[2]))

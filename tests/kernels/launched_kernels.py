@@ -1,7 +1,8 @@
 """What runs of presets compile, and what is compiled ahead of them, for a GPU that need not be there.
 
-``python -m tests.kernels.launched_kernels PRESET,...``, without TRITON_INTERPRET and with an empty TRITON_CACHE_DIR,
-prints JSON, of each function in `JOBS`. Each has a process of its own, forked since imports take most of the time.
+``python -m tests.kernels.launched_kernels PRESET,... FOLDER``, without TRITON_INTERPRET and with an empty
+TRITON_CACHE_DIR, prints JSON, of each function in `JOBS`. Each has a process of its own, forked since imports take most
+of the time; so has Triton's front end, whose log for the GPU 9.0 goes to FOLDER (see `compile_kernels`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hfkvq.kernels.compile import SEVERAL, normal
 from hfkvq.kernels.triton.compile import GPUS, Wanted, compile_all, leave_gpu_alone, settle_name
 from hfkvq.kernels.triton.due import due_kernel
 from hfkvq.kernels.triton.hadamard import hadamard_wanted
-from tests.kernels.compile_kernels import BF16, FrontEnd, Idle, name_of, pretend, tensor
+from tests.kernels.compile_kernels import BF16, FrontEnd, Idle, in_turn, name_of, pretend, tensor
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 
@@ -176,6 +177,8 @@ JOBS: tuple[Callable[[], Any], ...] = (launched, names, names_backward, compiled
 
 
 if __name__ == "__main__":
+    # Two variants of each kernel. A process that ends before its time says so in the log.
+    in_turn(["9.0"], Path(sys.argv[2]), 2)
     found = {}
     for job in JOBS:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 from hfkvq import MixedKVCache, get_scheme, use
 from hfkvq.lm_eval.model import HFKVQ
 from hfkvq.measure.reference import load_reference, reference_path
+from tests.caches.models import first_layers
 
 # Pages that short prompts fill.
 KITTY = {"scheme": "kitty", "page_size": 8, "sink_length": 2, "local_length": 8}
@@ -22,11 +23,8 @@ WORDS = "the quick brown fox jumps over a lazy dog while seven wise owls watch f
 
 @pytest.fixture(scope="module")
 def subject():
-    # Two of its layers tell as much as all of them, in less time.
     model, tokenizer = load_reference(torch.float32)
-    model.model.layers = model.model.layers[:2]
-    model.config.num_hidden_layers, model.config.layer_types = 2, model.config.layer_types[:2]
-    return model, tokenizer
+    return first_layers(model, 2), tokenizer
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from lm_eval.tasks import TaskManager
 
 import hfkvq.lm_eval.model
 from hfkvq.measure.reference import load_reference, reference_path
+from tests.caches.models import first_layers
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ROOT / "evals" / "tasks"
@@ -94,12 +95,12 @@ def test_start_files_name_the_module():
     assert (START / "hfkvq_lm_eval.start").read_text() == "_hfkvq_lm_eval:install\n"
 
 
-def test_costs_of_evaluations():
+def test_costs_of_evaluations(monkeypatch):
     """Of all evaluations since a scheme was chosen."""
+    # It asks pip for all that is installed, for a second.
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     model, tokenizer = load_reference(torch.float32)
-    # One of its layers costs as the others do.
-    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
-    lm = hfkvq.lm_eval.model.HFKVQ(pretrained=model, tokenizer=tokenizer, scheme="kivi-2")
+    lm = hfkvq.lm_eval.model.HFKVQ(pretrained=first_layers(model, 1), tokenizer=tokenizer, scheme="kivi-2")
     manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata={"ref_size": 24})
     requests = []
     for limit, scheme in ((1, None), (1, None), (1, "kivi-4")):

@@ -19,6 +19,7 @@ from hfkvq.cli import app
 from hfkvq.measure.models import find_model
 from hfkvq.measure.reference import load_reference
 from hfkvq.measure.watching import look_at_server
+from tests.caches.models import first_layers
 
 pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
 # Their import takes seconds, which processes that collect tests do not need.
@@ -39,9 +40,7 @@ def source(tmp_path_factory):
     """The reference model with two of its layers, which answer in a fraction of the time."""
     folder = tmp_path_factory.mktemp("reference")
     model, tokenizer = load_reference(torch.float32)
-    model.model.layers = model.model.layers[:2]
-    model.config.num_hidden_layers, model.config.layer_types = 2, model.config.layer_types[:2]
-    for each in (model, tokenizer):
+    for each in (first_layers(model, 2), tokenizer):
         each.save_pretrained(folder)
     return find_model(str(folder))
 

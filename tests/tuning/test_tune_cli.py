@@ -12,10 +12,12 @@ import torch
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import Preset, get_preset
 from hfkvq.measure.divergence import measure
+from hfkvq.measure.models import load_model
 from hfkvq.measure.reference import load_reference
 from hfkvq.tuning.objectives import LmEvalTasks, TextKLD
 from hfkvq.tuning.score import Score
 from hfkvq.tuning.study import load_study, tune
+from tests.caches.models import first_layers
 from tests.command import assert_refused, flat, invoke
 
 run = partial(invoke, "tune")
@@ -25,14 +27,17 @@ SMALL = ["--samples", "2", "--held-out", "2", "--context", "192", "--prefill", "
 
 @pytest.fixture(scope="module")
 def subject():
-    """Two layers of the reference model are enough to tell schemes apart."""
     model, tokenizer = load_reference(torch.float32)
-    model.model.layers = model.model.layers[:2]
-    model.config.num_hidden_layers, model.config.layer_types = 2, model.config.layer_types[:2]
-    return model, tokenizer
+    return first_layers(model, 2), tokenizer
 
 
-def test_from_search_to_preset(tmp_path):
+@pytest.fixture
+def small_model(monkeypatch):
+    """The command takes two layers of a model."""
+    monkeypatch.setattr("hfkvq.tuning.search.load_model", lambda *given: first_layers(load_model(*given), 2))
+
+
+def test_from_search_to_preset(tmp_path, small_model):
     storage, out = f"sqlite:///{tmp_path}/tuning.db", tmp_path / "tuned.json"
     options = ["kitty:page_size=32:sink_length=4", "--space", "boost_ratio=0,0.125,0.5", "--trials", 3, *SMALL]
     options += ["--storage", storage, "--name", "mine", "--device", "cpu", "--dtype", "float32"]
@@ -102,11 +107,13 @@ def test_kld_of_text_is_that_of_measure(subject):
     assert reported[-1][1] == pytest.approx(expected.mean, rel=1e-4)
 
 
-def test_lm_eval_tasks(subject):
+def test_lm_eval_tasks(subject, monkeypatch):
     from lm_eval.tasks import TaskManager
 
     from hfkvq.lm_eval.model import HFKVQ
 
+    # It asks pip for all that is installed, for a second.
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     model, tokenizer = subject
     lm = HFKVQ(pretrained=model, tokenizer=tokenizer, batch_size=2, max_length=2048)
     folder = str(Path(__file__).resolve().parents[2] / "evals" / "tasks")
