@@ -70,7 +70,7 @@ class Case:
 
     runs: str = "2c32p32/2t64p32"
     heads: int = 2
-    share: int = 4
+    share: int = 2
     queries: int = 1
     head_dim: int = 64
     value_dim: int = 64

@@ -102,7 +102,7 @@ def compare(a: StepState, b: StepState, plan: StepPlan):
 def test_kernels_equal_the_reference(name, triton_backend):
     """The reference runs on the CPU, the kernels wherever the backend has them."""
     on_gpu = triton_backend.type == "cuda"
-    plan, steps = (plan_of(name), [1] * 20 + [3] + [1] * 18) if on_gpu else (plan_of(name, rows=2), [16, 9, 1])
+    plan, steps = (plan_of(name), [1] * 20 + [3] + [1] * 18) if on_gpu else (plan_of(name, rows=2), [16, 5, 1])
     _, got, outs = life(plan, triton_backend, steps)
     from hfkvq.kernels.dispatch import _enabled
 
