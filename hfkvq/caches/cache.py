@@ -424,8 +424,8 @@ class MixedKVCache(Cache):
         if self._capacity is not None and self._compressed:
             # Stock layers have no capacity, and may come first.
             first = self.compressed_layers[0]
-            if first.steps is not None:
-                first.steps.sync.catch_up()
+            if first.buffer is not None:
+                first.buffer.sync.catch_up()
             first.check_capacity(tokens)
 
     # Transformers asks.
@@ -442,8 +442,8 @@ class MixedKVCache(Cache):
             self._find_smoothing()
             self.between_steps(query_length)
             layer = self._paged(layer_idx) if self._recordable and not self.attached else None
-            if layer is not None and layer.steps is not None:
-                layer.steps.sync.catch_up()
+            if layer is not None and layer.buffer is not None:
+                layer.buffer.sync.catch_up()
                 return layer.sizes(query_length)
         return super().get_mask_sizes(query_length, layer_idx)
 
@@ -521,8 +521,8 @@ class MixedKVCache(Cache):
     @property
     def _sync(self) -> DeviceSync | None:
         """Shared bookkeeping of the layers' recorded steps."""
-        steps = self.compressed_layers[0].steps if self._recordable else None
-        return None if steps is None else steps.sync
+        buffer = self.compressed_layers[0].buffer if self._recordable else None
+        return None if buffer is None else buffer.sync
 
     def _catch_up(self) -> None:
         for layer in self.compressed_layers:
@@ -661,7 +661,7 @@ class MixedKVCache(Cache):
             "model": self.architecture() | ({"fields": config_fields(self.config)} if self.config.model_type else {}),
             "max_cache_len": self._capacity,
             "tokens": seen,
-            "holes": any(layer.steps is not None and layer.steps.sync.holes for layer in self.compressed_layers),
+            "holes": any(layer.buffer is not None and layer.buffer.sync.holes for layer in self.compressed_layers),
             "layers": layers,
             "beside": {name: numbers for name, (numbers, _) in beside.items()},
         }
@@ -722,8 +722,8 @@ class MixedKVCache(Cache):
         beside = {name: x.cpu() for name, x in tensors.items() if not name.startswith("layer")}
         self._unpack_beside(description["beside"], beside)
         for layer in self.compressed_layers:
-            if layer.steps is not None:
-                layer.steps.sync.holes = description["holes"] is True
+            if layer.buffer is not None:
+                layer.buffer.sync.holes = description["holes"] is True
             if layer.store is not None:
                 layer.bind()
         token_ids = tensors.get("token_ids")

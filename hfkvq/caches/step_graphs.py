@@ -246,11 +246,6 @@ class StepGraphs:
 
     # Buffers of the layers.
 
-    @property
-    def buffers(self) -> list[StepBuffer]:
-        """Stores of the layers, in the model's order."""
-        return [steps.buffer for steps in self.sync.members]
-
     def release(self) -> None:
         """Leaves the buffers of a cache that is gone to the next one."""
         if self.sync.buffers is not None:
@@ -260,7 +255,7 @@ class StepGraphs:
         """Buffers with room for so many tokens more; None where layers hold what no buffer has room for."""
         sync = self.sync
         sync.prepare(tokens)
-        buffers, found = self.buffers, sync.buffers
+        buffers, found = sync.members, sync.buffers
         need = sync.seen + tokens
         if found is None or need > found.room or not found.is_of(buffers) or not self.states.copy_in(found.states):
             sync.apply_graph_steps()
@@ -341,7 +336,7 @@ class StepGraphs:
             return states.reason
         if not cache_attached:
             return None
-        if tokens > 1 and any(steps.most_tokens() < tokens for steps in sync.members):
+        if tokens > 1 and any(buffer.most_tokens() < tokens for buffer in sync.members):
             if first.record_past:
                 return "a budget of tokens is judged by the query of a step of one token"
             return None
@@ -381,7 +376,7 @@ class StepGraphs:
     def _run(self, model: Any, interceptor: CallInterceptor, cache: CapturableCache, step: Step) -> tuple[bool, Any]:
         sync = self.sync
         # Graphs know where smoothing vectors lie, and keep them.
-        smoothing = tuple([steps.layer.smoothing for steps in sync.members])
+        smoothing = tuple([buffer.layer.smoothing for buffer in sync.members])
         shapes = tuple((name, x.shape, x.dtype, x.device) for name, x in step.tensors.items())
         kind = (id(model), self.fuses, self._setting(model), tuple(step.rest.items()), shapes, smoothing)
         if kind in self._failed:
@@ -400,7 +395,7 @@ class StepGraphs:
             if (masked or padded) and not placed:
                 return False, None
             # Layers with states may read a wider mask in another way.
-            alone = step.tokens > 1 or any(steps.trims for steps in sync.members) or self.states.layers
+            alone = step.tokens > 1 or any(buffer.trims for buffer in sync.members) or self.states.layers
             if masked and alone:
                 return False, None
             if step.mask.shape[0] != first.batch_size:
@@ -548,7 +543,7 @@ class StepGraphs:
 
     def _devices(self, first: torch.device) -> list[torch.device]:
         """Devices of a step, that of its input first."""
-        held = [steps.layer.device for steps in self.sync.members]
+        held = [buffer.layer.device for buffer in self.sync.members]
         return list(dict.fromkeys([first, *held, *(x.device for x in self.states.tensors())]))
 
     def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: CapturableCache, step: Step) -> Any:
@@ -563,7 +558,7 @@ class StepGraphs:
         self._failed.clear()
         found, self.spare.left = self.spare.left, None
         if found is not None and self.sync.buffers is None and found.suits(keys):
-            for buffer, allocation in zip(self.buffers, found.allocations, strict=True):
+            for buffer, allocation in zip(self.sync.members, found.allocations, strict=True):
                 buffer.take_over(allocation, found.room)
             # The padding noted is that of the deleted cache.
             found._visible = None
@@ -572,10 +567,10 @@ class StepGraphs:
     def rollback(self, tokens: int) -> bool:
         """Takes back the newest tokens of graph steps, if nothing of them is sealed; whether it has."""
         sync = self.sync
-        buffers, held = sync.buffers, all(steps.layer.record_past for steps in sync.members)
+        buffers, held = sync.buffers, all(buffer.layer.record_past for buffer in sync.members)
         if sync.stale or not held or buffers is None or tokens > sync.ahead or self.states.layers:
             return False
-        if not buffers.is_of(self.buffers):
+        if not buffers.is_of(sync.members):
             return False
         if sync.peak - sync.ahead + tokens > ROLLBACK:
             return False

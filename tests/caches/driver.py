@@ -231,7 +231,7 @@ def forward(layer: KVLayer, queries: Tensor, keys: Tensor, values: Tensor, valid
     needs = layer.scheme.needs
     shown = steady(queries) if "query" in needs else queries
     if "query" not in needs:
-        out = None if layer.steps is None else layer.steps.run(queries, arguments)
+        out = None if layer.buffer is None else layer.buffer.run(queries, arguments)
         if out is not None:
             return out
     if layer.begin(mask, queries.shape[2]):

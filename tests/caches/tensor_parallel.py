@@ -40,7 +40,7 @@ def main(folder: str, out: str) -> None:
             found[f"{name} {length}"] = tokens.tolist()
             if name != "dynamic":
                 found[f"{name} {length} heads"] = cache.compressed_layers[0].heads
-                home = cache.compressed_layers[0].steps.sync.buffers
+                home = cache.compressed_layers[0].buffer.sync.buffers
                 found[f"{name} {length} captured"] = home is not None and len(home.recordings)
     if torch.distributed.get_rank() == 0:
         Path(out).write_text(json.dumps(found), encoding="utf-8")

@@ -277,10 +277,10 @@ def test_attention_after_a_trim_is_over_exactly_what_is_held(more, low_bits):
 def test_row_that_starts_in_a_later_chunk():
     """Its first tokens are its prompt, however few, and a step for the rows beside it."""
     rows, pads = [row(1, 80), row(2, 80)], [0, 35]
-    layer = make(arkv(beta=0.5))
+    layer = make(arkv())
     outs = feed(layer, rows, [30, 10, 10, *[1] * 30], pads)
     for i, (pad, chunks) in enumerate(zip(pads, ([30, 10, 10, *[1] * 30], [5, 10, *[1] * 30]), strict=True)):
-        alone = make(arkv(beta=0.5))
+        alone = make(arkv())
         (out,) = feed(alone, [rows[i][: 80 - pad]], chunks)
         assert_same_bits(stored(layer, i), stored(alone, 0))
         assert_close(layer.eviction.strength[i], alone.eviction.strength[0])

@@ -279,6 +279,3 @@ class TestContract:
             scheme.scores(found), token_scores(found.attention, found.past(scheme.window), scheme.gamma)
         )
         assert torch.equal(get_scheme("arkv-window").scores(found), found.rank.float())
-        half = get_scheme("arkv", beta=0.25)
-        assert half.remembers
-        assert half.merge(torch.tensor(4.0), torch.tensor(8.0)) == 7.0

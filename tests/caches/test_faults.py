@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkvq import MixedKVCache
-from hfkvq.caches.steps.device_steps import DeviceSteps
+from hfkvq.caches.steps.step_buffer import StepBuffer
 from hfkvq.caches.store import kvstore
 from hfkvq.kernels.step import ops
 from tests.caches.driver import for_all_models, small, stored
@@ -216,7 +216,7 @@ def test_tokens_counted_as_sealed_before_an_operation_fails(model, monkeypatch, 
         return found
 
     monkeypatch.setattr(kvstore.kernels, "due", fails)
-    monkeypatch.setattr(DeviceSteps, "takes", lambda *_: False)
+    monkeypatch.setattr(StepBuffer, "takes", lambda *_: False)
     for i in range(ids.shape[1]):
         twin = copy.deepcopy(cache)
         with torch.no_grad():

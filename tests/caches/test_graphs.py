@@ -247,7 +247,7 @@ def test_a_cache_that_is_gone_keeps_nothing():
     cache = MixedKVCache(model, SCHEMES["arkv"])
     steps(model, cache, 12)
     found = [
-        weakref.ref(x) for x in (cache.layers[0], cache.layers[0].buffer.tensor, cache.layers[0].steps.sync.buffers)
+        weakref.ref(x) for x in (cache.layers[0], cache.layers[0].buffer.tensor, cache.layers[0].buffer.sync.buffers)
     ]
     gc.disable()
     try:
@@ -293,7 +293,7 @@ def test_tokens_taken_back():
         assert cache.get_seq_length() == 40 + sum(6 - i % 6 for i in range(30)) + 1 - 70 + 1
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(*(cache.layers for cache in caches), strict=True):
-        ours.steps.catch_up()
+        ours.buffer.catch_up()
         assert ours.store.states == theirs.store.states
 
 

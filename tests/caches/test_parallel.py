@@ -73,5 +73,5 @@ def test_layers_on_two_gpus(name):
         assert torch.equal(_generate(model, cache, ids, max_new_tokens=40), expected)
         assert all(form is not None for form in model._compiled_call_impl.fusion.found.values())
         # One graph goes over both.
-        assert len(cache.layers[0].steps.sync.buffers.recordings) == 1
+        assert len(cache.layers[0].buffer.sync.buffers.recordings) == 1
         assert [layer.device.index for layer in (cache.layers[0], cache.layers[last])] == [0, 1]

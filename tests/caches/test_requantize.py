@@ -163,7 +163,7 @@ def test_a_fixed_capacity_is_kept_and_used_again(model, page):
     With pages that no step can fill, layers are those whose steps may be compiled: addresses stay as well.
     """
     cache, expected = make(model, max_cache_len=256, page_size=page), Model(page)
-    assert (cache.layers[0].steps is not None) == (page == 32)
+    assert (cache.layers[0].buffer is not None) == (page == 32)
     ids = turn(100, 0)
     expected.prompt(widths_of(ids))
     ids = generate(model, cache, ids, 2)

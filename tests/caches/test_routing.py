@@ -218,7 +218,7 @@ def test_whatever_happens_the_bytes_are_the_same(kind, model):
         assert caches[0].tokens.layers > 1
         for layer in (layer for cache in caches for layer in cache.compressed_layers if "tags" in layer.scheme.needs):
             if kind == "fixed":
-                layer.steps.catch_up()
+                layer.buffer.catch_up()
             host, device = told(layer)
             assert host in (None, device)
         assert_alike(*caches)

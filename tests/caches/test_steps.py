@@ -11,7 +11,6 @@ import torch
 from hfkvq import get_scheme
 from hfkvq.caches.attention.interface import hfkvq_attention, hfkvq_mask
 from hfkvq.caches.layers import KVLayer, PaddingReader
-from hfkvq.caches.steps.device_steps import DeviceSteps
 from hfkvq.caches.steps.step_buffer import StepBuffer
 from hfkvq.kernels import use_interpreter
 from hfkvq.kernels.step import ops
@@ -72,7 +71,7 @@ def assert_same(one, other):
 @pytest.fixture
 def taken(monkeypatch):
     """How many steps have gone over a buffer, and how many of them with a mask."""
-    counts, run = {"steps": 0, "masked": 0}, DeviceSteps.run
+    counts, run = {"steps": 0, "masked": 0}, StepBuffer.run
 
     def noted(self, query, arguments):
         out = run(self, query, arguments)
@@ -80,7 +79,7 @@ def taken(monkeypatch):
         counts["masked"] += out is not None and arguments.mask is not None
         return out
 
-    monkeypatch.setattr(DeviceSteps, "run", noted)
+    monkeypatch.setattr(StepBuffer, "run", noted)
     return counts
 
 
@@ -106,7 +105,7 @@ def test_layers_hold_the_same(name, taken):
         given = states(2, tokens, 32, torch.float32, "cpu", generator)
         # A buffer has other room, so sums are rounded in other places.
         torch.testing.assert_close(step(one, given), step(other, given))
-    assert taken["steps"] == (0 if one.steps is None else 13 if one.steps.most_tokens() >= 5 else 12)
+    assert taken["steps"] == (0 if one.buffer is None else 13 if one.buffer.most_tokens() >= 5 else 12)
     assert_same(one, other)
 
 
@@ -161,7 +160,7 @@ def test_masks_of_steps_are_no_hindrance(name, taken):
         got = step(one, given, mask)
         torch.testing.assert_close(got, step(other, given, mask))
         torch.testing.assert_close(got, step(bare, given))
-    assert taken["masked"] == (0 if one.steps is None else 32)
+    assert taken["masked"] == (0 if one.buffer is None else 32)
     assert_same(one, other)
 
 

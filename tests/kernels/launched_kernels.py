@@ -29,7 +29,7 @@ from hfkvq.caches.compile import LayerShape, layer_plan
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.layers.build import group_layers, scheme_for_window
 from hfkvq.caches.schemes.base import Scheme, get_scheme
-from hfkvq.caches.steps import device_steps
+from hfkvq.caches.steps import step_buffer
 from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.compile import SEVERAL, normal
 from hfkvq.kernels.triton.compile import GPUS, Wanted, compile_all, leave_gpu_alone, settle_name
@@ -98,7 +98,7 @@ def launched() -> dict[str, dict[str, list[Any]]]:
     pretend(notes)
     triton.compiler.compile = notes.compile
     torch.cuda.is_current_stream_capturing = lambda: False
-    to, step = torch.Tensor.to, device_steps.run_step
+    to, step = torch.Tensor.to, step_buffer.run_step
     # What kernels would write decides what is sealed; none of them runs.
     torch.empty, torch.empty_like, torch.Tensor.new_empty = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros
     # There is no other device.
@@ -106,7 +106,7 @@ def launched() -> dict[str, dict[str, list[Any]]]:
         self if args and isinstance(args[0], torch.device) else to(self, *args, **kwargs)
     )
     # As graphs record steps: whatever is due.
-    device_steps.run_step = lambda *args: step(*args[:6], True)
+    step_buffer.run_step = lambda *args: step(*args[:6], True)
     interface.dense_attention = lambda module, query, key, value, *_, **__: (query.transpose(1, 2).clone(), None)
     found: dict[str, dict[str, list[Any]]] = {}
     with kernels.use_interpreter():

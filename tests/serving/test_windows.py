@@ -119,7 +119,7 @@ def test_what_is_stored_is_what_a_cache_stores(model, name, blocks, monkeypatch)
     assert tokens == expected
     for layer, (parts, windows, sums, again, slot) in held.items():
         # Counters count what the last step has sealed from now on, and statistics are those of the step buffer.
-        cache.layers[layer].steps.catch_up()
+        cache.layers[layer].buffer.catch_up()
         state, queries = cache.layers[layer].store.state, cache.layers[layer].queries
         _, length, keys, values = state.counters[:, 0].tolist()
         run, page = state.runs[0], state.format.runs[0][0].page_size

@@ -109,7 +109,7 @@ def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
         x = torch.zeros(2, 2, size, 64)
         layer.update(x, x)
         query = x.repeat(1, 2, 1, 1)
-        if layer.steps is None or layer.steps.run(query, AttentionArguments(1.0)) is None:
+        if layer.buffer is None or layer.buffer.run(query, AttentionArguments(1.0)) is None:
             layer.begin(None, size)
             layer.finish(query, AttentionArguments(1.0))
         if layer.seen >= prompt:
@@ -149,7 +149,7 @@ def test_around_the_borders_of_pages(tiny, reader, name, prompt):
 @pytest.mark.parametrize(
     ("name", "knobs"),
     [
-        ("arkv-origin", {"budget_tokens": 64, "beta": 0.5}),
+        ("arkv-origin", {"budget_tokens": 64}),
         ("arkv-quant", {"budget_bytes": 60_000}),
         ("arkv-window", {"budget_tokens": 100}),
     ],

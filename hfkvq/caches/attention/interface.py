@@ -43,8 +43,7 @@ from ..base.recorded import is_captured, is_recorded
 from ..layer_state.base import LayerBase
 from ..layer_state.smoothing import note_queries
 from ..layers.handle import layer_of
-from ..steps.device_steps import StepKV
-from ..steps.step_buffer import OWNERS
+from ..steps.step_buffer import OWNERS, StepKV
 from ..store import SIDES, KVStore
 from .mla import absorb_queries, expand_latents, values_from_latents
 
@@ -272,20 +271,19 @@ def recorded_attention(new: StepKV, query: Tensor, arguments: AttentionArguments
     One query is a step, and so are up to 16 without a mask, once every row has tokens. Else it is a prompt, whose
     operation does what an eager prompt does, outside CUDA graphs.
     """
-    steps, queries = new.steps, query.shape[2]
-    buffer, sync = steps.buffer, steps.sync
+    buffer, queries = new.buffer, query.shape[2]
     assert buffer.tensor is not None, "initialized before"
     if queries <= MAX_STEP:
         # A step takes any mask that can be broadcast.
         arguments = arguments.explicit(query, 1)
     scaling, mask, softcap, sinks, _, causal = arguments.biased()
     # The first tokens of a row may be padding; and so may any of several, if there is a mask.
-    several = not steps.trims and mask is None and queries <= MAX_STEP
+    several = not buffer.trims and mask is None and queries <= MAX_STEP
     # With padding within rows, generate makes no masks outside the graph, which is when trims run.
-    unwatched = steps.trims and sync.holes
-    if sync.ready and (queries == 1 or several) and not unwatched:
+    unwatched = buffer.trims and buffer.sync.holes
+    if buffer.sync.ready and (queries == 1 or several) and not unwatched:
         memory = buffer.tensor, buffer.pages
-        keys, smoothing = new.keys, steps.layer.smoothing
+        keys, smoothing = new.keys, buffer.layer.smoothing
         if smoothing is not None:
             query, keys = smoothing.both(query, keys)
         return step(query, keys, new.values, mask, sinks, *memory, scaling, softcap, buffer.spec)
@@ -323,7 +321,7 @@ def hfkvq_attention(
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     softcap = kwargs.get("softcap") or 0.0
     arguments = AttentionArguments(scaling, attention_mask, softcap, sinks, kwargs.get("position_bias"), causal)
-    layer: Any = key.steps.layer if isinstance(key, StepKV) else layer_of(key, value)
+    layer: Any = key.buffer.layer if isinstance(key, StepKV) else layer_of(key, value)
     if layer is None:
         note_queries(module, query, key.shape[1], bool(arguments.softcap) or sinks is not None)
         return dense_attention(module, query, key, value, arguments, dropout, **kwargs)

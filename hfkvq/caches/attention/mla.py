@@ -17,7 +17,7 @@ from torch import Tensor
 from ..base import warn_once
 from ..base.config_switch import NAME, on_restore
 from ..layers.handle import LazyKV
-from ..steps.device_steps import StepKV
+from ..steps.step_buffer import StepKV
 
 
 def expand_kv(module: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:

@@ -115,7 +115,7 @@ class DeviceSync(Group[Any]):
         self.room: tuple[int, int] = (0, 0)
         self.forget()
         for i, member in enumerate(members):
-            member.buffer.sync, member.leads = self, i == 0
+            member.sync, member.leads = self, i == 0
 
     def forget(self) -> None:
         self.stale = self.ready = self.holes = False
@@ -165,7 +165,7 @@ class DeviceSync(Group[Any]):
             return
         self.stale, self.steps = False, 0
         self.ahead = self.peak = 0
-        bound = [member for member in self.members if member.is_bound]
+        bound = [member for member in self.members if member.state is not None]
         by_device: dict[torch.device, list[Any]] = {}
         for member in bound:
             by_device.setdefault(member.layer.device, []).append(member)

@@ -432,14 +432,6 @@ class Eviction(Part, Generic[S]):
     def _judge(self, seen: QueryWindow) -> None:
         raise NotImplementedError
 
-    def _merged(self, scores: Tensor) -> Tensor:
-        """Scores with their history, if the scheme remembers; a token without one counts as it is."""
-        if self.scores is None or not self.policy.remembers:
-            return scores
-        old = self.scores[:, : scores.shape[1]]
-        old = torch.nn.functional.pad(old, (0, scores.shape[1] - old.shape[1]), value=torch.nan)
-        return torch.where(old.isnan(), scores, self.policy.merge(old, scores))
-
     def _remember(self, scores: Tensor) -> None:
         """Keeps scores, NaN behind a row's last token: what comes there has no history."""
         rank = torch.arange(scores.shape[1], device=scores.device)

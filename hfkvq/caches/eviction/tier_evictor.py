@@ -202,7 +202,7 @@ class TierEvictor(Eviction[TieredEviction]):
         newest, unit = max(self.newest, *sizes.local), sizes.unit[0]
         past, alike = layer.seen - newest, sizes.local[0] == sizes.local[1] and sizes.unit[1] == unit
         # Columns are kept of what is sealed, which is to be all but the newest tokens.
-        if layer.seen < self.full_at or past <= 0 or policy.remembers:
+        if layer.seen < self.full_at or past <= 0:
             return 0
         if not store.seals_widely or sizes.sink or not alike:
             return 0
@@ -232,7 +232,6 @@ class TierEvictor(Eviction[TieredEviction]):
             scores[rows] = policy.scores(found)
             if seen.prompt is not None:
                 statistics += self._statistics(found)
-        scores = self._merged(scores)
         if seen.prompt is not None:
             strength = self._strength_of(statistics)
             if strength is not None and self.strength is not None:
@@ -242,8 +241,6 @@ class TierEvictor(Eviction[TieredEviction]):
         if due:
             prompt = torch.zeros_like(seen.real[:, 0]) if seen.prompt is None else seen.prompt
             self._trim(scores, prompt.repeat_interleave(store.fold), where, order)
-        elif policy.remembers:
-            self._remember(scores)
         if seen.prompt is not None:
             self.group.report(self.prompts)
 
@@ -273,13 +270,8 @@ class TierEvictor(Eviction[TieredEviction]):
             own = most = torch.ones(self.layer.batch_size, device=self.layer.device, dtype=torch.float32)
         return self.policy.share(own, most.to(own.device)).repeat_interleave(self.store().fold)
 
-    def take_tiers(self, done: Requantized | None, rows: slice, scores: Tensor) -> None:
-        """Takes the layer's part of what was made of several layers' rows.
-
-        Args:
-            done: what was made; None where no token has moved.
-            scores: f32 (B*H, n), of the tokens that are left.
-        """
+    def take_tiers(self, done: Requantized | None, rows: slice) -> None:
+        """Takes the layer's part of what was made of several layers' rows; None where no token has moved."""
         layer, store = self.layer, self.store()
         if done is None:
             self.trim_at = layer.seen + 1 + max(int(self.budget.room(store).min()), 0)
@@ -290,8 +282,6 @@ class TierEvictor(Eviction[TieredEviction]):
         store.adopt(own.replace(max(held[-1]), states=frozenset(states)))
         layer.evicted = True
         layer.edition += 1
-        if self.policy.remembers:
-            self._remember(scores[:, : store.longest])
         room = self.budget.least_room(held[0], [state.length for state in states])
         self.trim_at = layer.seen + 1 + max(room, 0)
 
@@ -315,8 +305,8 @@ class TierEvictor(Eviction[TieredEviction]):
             layer.edition += 1
             self.provisional = over & prompt if not final else None
         self.scores = None
-        if policy.remembers or (left is not None and not final):
-            self._remember(scores if left is None else scores.gather(1, left[:, : store.longest]))
+        if left is not None and not final:
+            self._remember(scores.gather(1, left[:, : store.longest]))
         self.trim_at = layer.seen + 1 + max(int(self.budget.room(store).min()), 0)
 
     # Rows and lengths change.
@@ -376,9 +366,7 @@ def assign_tiers(members: Sequence[TierEvictor], most: Tensor | None) -> None:
     for alike in groups.values():
         _assign_together(alike, most)
     for member in members:
-        member.provisional = None
-        if not member.policy.remembers:
-            member.scores = None
+        member.provisional = member.scores = None
         member.layer.bind()
 
 
@@ -393,8 +381,7 @@ def _assign_together(alike: Sequence[TierEvictor], most: Tensor | None) -> None:
     padded = [pad(x.scores, (0, state.longest), value=torch.inf) for x in alike if x.scores is not None]
     scores = torch.cat([x[:, : state.longest] for x in padded])
     given = one.policy, one.budget.costs, one.newest, state, scores, share
-    target, left = tier_targets(*given, over, over, where, order)
+    target, _ = tier_targets(*given, over, over, where, order)
     done, rows = requantized(state, store.layout, store.scheme, target, where), store.batch
     for i, member in enumerate(alike):
-        mine = slice(i * rows, (i + 1) * rows)
-        member.take_tiers(done, mine, scores[mine].gather(1, left[mine]))
+        member.take_tiers(done, slice(i * rows, (i + 1) * rows))

@@ -154,7 +154,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
         if trims or self.asks_every_step:
             where = positions(self.store())
             order = token_order(self.store(), where)
-            scores = self._merged(self._scores(seen, where, order))
+            scores = self._scores(seen, where, order)
             if trims:
                 scores = self._trim(scores, seen)
                 self._rows, self._rows_at = after, self.layer.seen
@@ -173,12 +173,15 @@ class TokenEvictor(Eviction[EvictionScheme]):
         return frozenset(found)
 
     def _scores(self, seen: QueryWindow, where: Tensor, order: Tensor) -> Tensor:
-        """f32 (B*H, n), oldest token first."""
+        """f32 (B*H, n), oldest token first; with their history, if the scheme remembers and a token has one."""
         policy = self.policy
-        parts = [
-            policy.scores(found) for _, found in stored_evidence(policy.evidence, self.store(), seen, where, order)
-        ]
-        return torch.cat(parts)
+        found = stored_evidence(policy.evidence, self.store(), seen, where, order)
+        scores = torch.cat([policy.scores(evidence) for _, evidence in found])
+        if self.scores is None or not policy.remembers:
+            return scores
+        old = self.scores[:, : scores.shape[1]]
+        old = torch.nn.functional.pad(old, (0, scores.shape[1] - old.shape[1]), value=torch.nan)
+        return torch.where(old.isnan(), scores, policy.merge(old, scores))
 
     def _trim(self, scores: Tensor, seen: QueryWindow) -> Tensor:
         """Evicts what is beyond the budget; scores of what is left. Asks the device once."""

@@ -247,10 +247,10 @@ def group_layers(layers: list[KVLayer], queries_per_head: int = 1) -> DeviceSync
     evicting = [layer.eviction for layer in layers if layer.eviction is not None]
     for kind in {type(part.group) for part in evicting}:
         kind([part for part in evicting if type(part.group) is kind])
-    recordable = [layer.steps for layer in layers if layer.steps is not None]
-    for steps in recordable:
-        steps.buffer.queries_per_head = queries_per_head
-    return DeviceSync(recordable) if recordable else None
+    buffers = [layer.buffer for layer in layers if layer.buffer is not None]
+    for buffer in buffers:
+        buffer.queries_per_head = queries_per_head
+    return DeviceSync(buffers) if buffers else None
 
 
 def _others(schemes: list[Scheme], rank: int, rope_dim: int) -> str:

@@ -27,7 +27,6 @@ from ..layer_state.tags import TokenTags
 from ..layer_state.update import PaddingReader, check_update, is_allocated_for
 from ..schemes.base import Scheme, latent_layout
 from ..schemes.eviction import TieredEviction
-from ..steps.device_steps import DeviceSteps
 from ..steps.step_buffer import StepBuffer
 from ..store import MAX_STEP, KVStore, Padding
 from ..store.accounting import contradictions
@@ -91,8 +90,8 @@ class KVLayer(CacheLayerMixin):
         queries: statistics of queries, where the scheme weighs channels by them, else None.
         tags: of tokens, where the scheme reads them, else None.
         eviction: keeps a budget, where the scheme has one, else None.
-        buffer: gives the store fixed addresses, where steps may be recorded, else None.
-        steps: brings host and device together after such steps; None like the buffer.
+        buffer: gives the store fixed addresses, where steps may be recorded, and brings host and device together after
+            such steps; else None.
     """
 
     supports_early_init = True
@@ -131,7 +130,6 @@ class KVLayer(CacheLayerMixin):
         if scheme.evicts:
             self.eviction = TierEvictor(self) if isinstance(scheme, TieredEviction) else TokenEvictor(self)
         self.buffer = StepBuffer(self, self.queries, self.eviction) if recordable else None
-        self.steps = None if self.buffer is None else DeviceSteps(self, self.buffer, self.eviction)
 
     def _forget(self) -> None:
         self.is_initialized = False
@@ -158,10 +156,10 @@ class KVLayer(CacheLayerMixin):
 
         Tokens may be taken back in assisted decoding; padding within rows needs masks. Steps over latents are captured.
         """
-        steps = self.steps
-        if steps is None or self.capacity is None or self.latents:
+        buffer = self.buffer
+        if buffer is None or self.capacity is None or self.latents:
             return False
-        return not self.record_past and not steps.sync.holes
+        return not self.record_past and not buffer.sync.holes
 
     @property
     def parts(self) -> list[Any]:
@@ -245,29 +243,29 @@ class KVLayer(CacheLayerMixin):
 
         A number on the device in a recorded step, and where the host does not know it.
         """
-        return self.seen if self.steps is None else self.steps.length(self.seen)
+        return self.seen if self.buffer is None else self.buffer.length(self.seen)
 
     def get_query_offset(self) -> Any:
         """Column of the coming forward's first query: i64 (1,) on the device where steps need no mask.
 
         Where they do, a number, on the device (without axes) in a compiled step.
         """
-        steps = self.steps
-        if steps is not None:
-            if steps.need_no_mask() or is_captured():
-                return steps.seen_on_device()
-            if steps.is_recorded:
-                return steps.seen_on_device()[0]
-            steps.sync.catch_up()
+        buffer = self.buffer
+        if buffer is not None:
+            if buffer.need_no_mask() or is_captured():
+                return buffer.seen_on_device()
+            if buffer.is_recorded:
+                return buffer.seen_on_device()[0]
+            buffer.sync.catch_up()
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Logical length and offset for the mask of the coming forward; the capacity's where steps must look alike."""
-        steps = self.steps
-        if steps is not None:
-            if steps.is_recorded or (query_length == 1 and steps.need_no_mask()):
-                return steps.buffer.room, 0
-            steps.sync.catch_up()
+        buffer = self.buffer
+        if buffer is not None:
+            if buffer.is_recorded or (query_length == 1 and buffer.need_no_mask()):
+                return buffer.room, 0
+            buffer.sync.catch_up()
         return self.sizes(query_length)
 
     def sizes(self, queries: int) -> tuple[int, int]:
@@ -367,10 +365,10 @@ class KVLayer(CacheLayerMixin):
                 mode, an entry is not finite; or tokens are to be evicted by queries that attention did not show.
                 Nothing is changed then.
         """
-        if self.steps is not None:
+        if self.buffer is not None:
             if is_recorded():
-                return self.steps.record(key_states, value_states)  # type: ignore[return-value]
-            self.steps.before_update(key_states.shape[2])
+                return self.buffer.record(key_states, value_states)  # type: ignore[return-value]
+            self.buffer.before_update(key_states.shape[2])
         check_update(self, key_states, value_states)
         if self.smooths and not self.seen:
             _, heads, _, dim = key_states.shape
@@ -436,7 +434,7 @@ class KVLayer(CacheLayerMixin):
         """
         if arguments.softcap or arguments.sinks is not None:
             self._keep_logits()
-        out, pages = None if self.steps is None else self.steps.run(query, arguments), True
+        out, pages = None if self.buffer is None else self.buffer.run(query, arguments), True
         if out is None:
             tokens, pages = self.staged_length, self.begin(padding_mask, query.shape[2])
             first = self.scheme.quantizes_first and tokens > MAX_STEP and not pages and not self.window
@@ -460,7 +458,7 @@ class KVLayer(CacheLayerMixin):
             True if `attend` is to be called: the new tokens are in the store now. False for a prompt: attend to
             `dense` keys and values, which hold the new tokens as they came.
         """
-        steps, eviction = self.steps, self.eviction
+        buffer, eviction = self.buffer, self.eviction
         self.close()
         asks = eviction is not None and eviction.before_begin()
         pages = self._push_staged(mask, queries)
@@ -470,8 +468,8 @@ class KVLayer(CacheLayerMixin):
             # A prompt on a cache that has evicted tokens: it stays whole until its attention is done.
             self.store_staged()
             pages = True
-        if steps is not None and self.padding is not None and self.padding.source is not None:
-            steps.sync.holes = True
+        if buffer is not None and self.padding is not None and self.padding.source is not None:
+            buffer.sync.holes = True
         return pages
 
     @exact
@@ -624,8 +622,8 @@ class KVLayer(CacheLayerMixin):
 
     def catch_up(self) -> None:
         """Makes sure that the host knows what recorded steps have left on the device."""
-        if self.steps is not None:
-            self.steps.catch_up()
+        if self.buffer is not None:
+            self.buffer.catch_up()
 
     def close(self) -> None:
         """Lets the device's counters count what the last recorded step has sealed; asks it nothing."""
@@ -634,8 +632,8 @@ class KVLayer(CacheLayerMixin):
 
     def bind(self) -> None:
         """Brings what the layer holds to where recorded steps look for it."""
-        if self.steps is not None and self.buffer is not None:
-            self.steps.note_rows()
+        if self.buffer is not None:
+            self.buffer.note_rows()
             self.buffer.bind()
 
     # Lengths and rows change.
@@ -708,8 +706,8 @@ class KVLayer(CacheLayerMixin):
         A cache of fixed capacity keeps its allocation for the next use of the same shape, and every buffer stays.
         """
         store, buffer = self.store, self.buffer
-        if self.steps is not None:
-            self.steps.sync.forget()
+        if buffer is not None:
+            buffer.sync.forget()
         self._forget()
         for part in (self.queries, self.eviction):
             if part is not None:
@@ -763,12 +761,9 @@ class KVLayer(CacheLayerMixin):
             new.staged = (self.staged[0].clone(), self.staged[1].clone())
         if self.eviction is not None:
             new.eviction = self.eviction.copy_for(new, memo)
-        if self.buffer is not None and self.steps is not None:
-            buffer: StepBuffer = self.buffer.copy_for(new, memo)
-            steps: DeviceSteps = self.steps.copy_for(new, memo)
-            buffer.queries, buffer.eviction = new.queries, new.eviction
-            steps.buffer, steps.eviction = buffer, new.eviction
-            new.buffer, new.steps = buffer, steps
+        if self.buffer is not None:
+            new.buffer = self.buffer.copy_for(new, memo)
+            new.buffer.queries, new.buffer.eviction = new.queries, new.eviction
         # The group comes last: it copies the other layers.
         if new.eviction is not None:
             new.eviction.group = copy.deepcopy(new.eviction.group, memo)
@@ -779,9 +774,9 @@ class KVLayer(CacheLayerMixin):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything, with tensors of their own in place of views of the buffer."""
-        if self.steps is None:
+        if self.buffer is None:
             return dict(self.__dict__)
-        self.steps.catch_up()
+        self.buffer.catch_up()
         return self.__dict__ | {"store": copy.deepcopy(self.store)}
 
     @outside_inference_mode
@@ -792,7 +787,7 @@ class KVLayer(CacheLayerMixin):
             self.store, self.queries = copy.deepcopy(self.store), copy.deepcopy(self.queries)
             if self.buffer is not None:
                 self.buffer.queries = self.queries
-        for part in (self.eviction, self.buffer, self.steps):
+        for part in (self.eviction, self.buffer):
             if part is not None:
                 part.attach(self)
         if self.buffer is not None:

@@ -29,8 +29,7 @@ class Arkv(TieredEviction):
     `share`, (9) is `score_inputs.token_scores`, (8) and (10) are `kept`, `whole` and `ranking.tier_widths`.
     Differs from the paper: B_o is ρ of the tokens kept (eq. 8 counts tokens that Algorithm 1 evicts); the variance in
     eq. (9) is not squared; rows of a batch and their padding are told apart; precision that is lost is not bought back,
-    so a token in few bits stays so and its place goes to the next whole one; optional budget in bytes, scores that
-    accumulate, INT4 tier.
+    so a token in few bits stays so and its place goes to the next whole one; optional budget in bytes, INT4 tier.
     Differs from the released code: attention reads the quantized tokens (there they are lost with the next token); the
     window is subtracted once; scales are per token and KV head; a prompt's tokens get their tiers when its last layer
     is done, not a step later; a step of several tokens never keeps more than a prompt would.
@@ -51,8 +50,6 @@ class Arkv(TieredEviction):
             (ρ = 0).
         score: ranking of tokens: by "attention", or by "recency" (the newest stay; a baseline).
         low_bits: width of the low tier: 8 (fp8 e4m3, one scale per token) or 4 (INT4, one scale per 32 channels).
-        beta: share of a token's earlier score in its new one; 0 uses only the newest queries, as published. Above 0,
-            every step computes scores, which takes about as long as attention.
         page_size: G, tokens per page.
         smooth_keys: whether key channels are centred and scaled before they are rounded, and queries scaled to match
             (not in the paper): see `hfkvq.caches.layer_state.smoothing`.
@@ -86,7 +83,6 @@ class Arkv(TieredEviction):
     stats: str = knob("code", choices=("code", "paper"))
     tiers: str = knob("mixed", choices=("mixed", "origin", "quant"))
     score: str = knob("attention", choices=("attention", "recency"))
-    beta: float = knob(0.0, low=0.0, high=0.999)
     page_size: int = knob(32, low=8, high=1024)
     smooth_keys: bool = knob(True, choices=(False, True))
 
@@ -157,21 +153,12 @@ class Arkv(TieredEviction):
         """Attention, unless tokens are ranked by age and tiers are fixed."""
         return frozenset() if self.score == "recency" and self.tiers != "mixed" else frozenset({"attention"})
 
-    @property
-    def remembers(self) -> bool:
-        """True if β counts earlier scores."""
-        return self.beta > 0
-
     def scores(self, evidence: Evidence) -> Tensor:
         """Scores by eq. (9), or by age: f32 (N, n)."""
         if self.score == "recency":
             return evidence.rank.float()
         assert evidence.attention is not None, "it is asked for"
         return token_scores(evidence.attention, evidence.past(self.window), self.gamma, self.stats == "paper")
-
-    def merge(self, old: Tensor, new: Tensor) -> Tensor:
-        """Score ``β old + (1 - β) new``."""
-        return self.beta * old + (1 - self.beta) * new
 
     def layer_statistics(self, seen: Attention, past: Tensor) -> Tensor:
         """Entropy, variance and kurtosis of each KV head by ``stats``, see `paper_statistics`: f32 (N, 3)."""

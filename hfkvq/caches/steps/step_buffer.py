@@ -1,5 +1,7 @@
 """The buffer of a layer's steps: one tensor at one address, in which everything that the layer holds lies.
 
+Steps over it are recorded, so that the host does not see them, or the same operations launched from Python.
+
 With a fixed capacity the buffer is made at the first update. A layer that grows has none until its first step, and
 another one whenever its tokens need more room. Prompts, and whatever else is no ordinary step, go the way of every
 layer, over the same tensors. A buffer's sizes are its `StepPlan`, which `make_plan` works out.
@@ -15,17 +17,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfkvq.kernels.step import MAX_STEP, Allocation, StepPlan, StepState, buffer_bytes, settle, views_of_buffer
+from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.kernels.decode import LENGTH, START
+from hfkvq.kernels.dispatch import exact
+from hfkvq.kernels.step import (
+    MAX_STEP,
+    Allocation,
+    StepPlan,
+    StepState,
+    buffer_bytes,
+    run_step,
+    seen,
+    settle,
+    views_of_buffer,
+)
 
 from ..base import outside_inference_mode, warn_once
 from ..base.capture import RECORDERS
-from ..base.recorded import DeviceSync
+from ..base.recorded import DeviceSync, is_captured, is_recorded
 from ..eviction.evictor import Eviction
 from ..layer_state.base import LayerBase, Part
 from ..layer_state.query_statistics import QueryStatistics
 from ..schemes.base import Layout, Scheme
 from ..store import SIDES, KVStore
 from ..store.host import empty
+from ..store.row_lengths import row_states
 
 
 def make_plan(
@@ -164,18 +180,37 @@ def room_ahead(buffers: Sequence[StepBuffer], need: int, headroom: float, captur
     return need + max(LEAST_HEADROOM, min(share, MOST_HEADROOM))
 
 
+class StepKV:
+    """Result of `KVLayer.update` in a recorded step: the layer's buffer and the new tokens; no tensor.
+
+    ``tiles`` is how many times its heads are said to come, one after another.
+    """
+
+    def __init__(self, buffer: StepBuffer, keys: Tensor, values: Tensor, tiles: int = 1) -> None:
+        self.buffer, self.keys, self.values, self.tiles = buffer, keys, values, tiles
+
+    def repeat(self, *sizes: int) -> StepKV:
+        """Heads as often as the second size says, one after another, as JetMoe has them; see `LazyKV.tiles`."""
+        if len(sizes) != 4 or sizes[0] != 1 or sizes[2:] != (1, 1):
+            raise RuntimeError(f"A recorded step can repeat heads only, and was asked for {sizes}.")
+        return StepKV(self.buffer, self.keys, self.values, self.tiles * sizes[1])
+
+
 class StepBuffer(Part):
-    """Gives what a layer holds fixed addresses.
+    """Gives what a layer holds fixed addresses, runs steps there, and counts those that the host did not see.
 
     Attributes:
+        eviction: of the layer; None where it keeps all tokens.
         tensor: u8, the buffer; None while the layer grows as any does.
         pages: u8, memory of pages that are offloaded; None where they lie in the buffer.
         room: most logical columns that it has room for; the capacity, where there is one.
         open: whether the device has sealed tokens that its counters do not count yet.
         sync: what the cache's layers know together of steps.
+        leads: whether the layer is the first of its cache, which answers for all.
     """
 
     sync: DeviceSync
+    leads: bool
 
     def __init__(self, layer: LayerBase, queries: QueryStatistics | None, eviction: Eviction[Any] | None) -> None:
         super().__init__(layer)
@@ -183,6 +218,7 @@ class StepBuffer(Part):
         self.queries_per_head = 1
         self._release()
         self.room = layer.capacity or 0
+        DeviceSync([self])
 
     def _release(self) -> None:
         self.tensor: Tensor | None = None
@@ -298,7 +334,7 @@ class StepBuffer(Part):
         if not self.replays:
             return room_ahead([self], need, sync.headroom, False)
         if need != sync.room[0]:
-            sync.room = need, room_ahead([each.buffer for each in sync.members], need, sync.headroom, True)
+            sync.room = need, room_ahead(sync.members, need, sync.headroom, True)
         return sync.room[1]
 
     def find_room(self, need: int) -> bool:
@@ -372,6 +408,173 @@ class StepBuffer(Part):
     @property
     def _fold(self) -> int:
         return 1 if self.plan is None else self.plan.fold
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if the running forward is a recorded step; one of a compiled model needs a fixed capacity."""
+        bound = self.state is not None
+        return bound and (is_captured() or (self.layer.capacity is not None and is_recorded()))
+
+    # Steps that the host does not see.
+
+    def record(self, keys: Tensor, values: Tensor) -> tuple[StepKV, StepKV]:
+        """An update in a recorded step; what is returned is known to "hfkvq" attention alone."""
+        if self.leads:
+            self.sync.stale = True
+        return StepKV(self, keys, values), StepKV(self, keys, values)
+
+    def note_steps(self, tokens: int, peak: int) -> None:
+        """Takes note of graph steps: ``tokens`` have come, ``peak`` before some were taken back."""
+        layer = self.layer
+        store = layer.held()
+        then = store.forecast(peak, layer.hold).sealed
+        if peak > tokens:
+            then = frozenset(state._replace(length=state.length - (peak - tokens)) for state in then)
+        store.note_states(then)
+        layer.seen += tokens
+        layer.newest = 0
+        layer.edition += 1
+        self.open = True
+
+    def device_counts(self) -> list[Tensor]:
+        """Counters that the host reads after steps that it has not counted: i32, flat."""
+        self.open = True
+        self.close()
+        state = self.state
+        assert state is not None, "asked of layers that have one"
+        return [state.counters.flatten(), state.flag]
+
+    def learn(self, numbers: list[int]) -> bool:
+        """Takes the answer; whether tokens were lost."""
+        layer, state = self.layer, self.state
+        assert state is not None, "asked of layers that have one"
+        store = layer.held()
+        *counters, flag = numbers
+        rows = [counters[i * store.batch : (i + 1) * store.batch] for i in range(len(counters) // store.batch)]
+        store.note_states(row_states(rows))
+        layer.seen, layer.newest = rows[START][0] + rows[LENGTH][0], 0
+        layer.edition += 1
+        self.note_rows()
+        if flag:
+            state.flag.zero_()
+        return bool(flag)
+
+    def note_rows(self) -> None:
+        """Tells whether every row has a token that is no padding."""
+        store = self.layer.store
+        if self.leads and store is not None:
+            self.sync.ready = all(state.length for state in store.states)
+
+    def catch_up(self) -> None:
+        """Makes sure that the host knows what the device holds."""
+        self.sync.catch_up()
+        self.close()
+
+    def before_update(self, tokens: int) -> None:
+        """Makes ready for so many tokens in Python."""
+        layer = self.layer
+        self.sync.catch_up()
+        if layer.capacity is None and tokens > MAX_STEP and layer.seen + tokens > self.room:
+            # A prompt grows the pages; the step behind it makes another buffer.
+            self.leave()
+
+    # Work of the host between steps: trims.
+
+    @property
+    def trims(self) -> bool:
+        """True if the host has tokens to evict between steps; else steps may have several tokens."""
+        return self.eviction is not None and self.eviction.trims_steps
+
+    def wants_host(self, bound: int) -> bool:
+        """True if something is due, between steps, once ``bound`` tokens have been seen."""
+        return self.eviction is not None and self.layer.store is not None and bound > self.eviction.full_at
+
+    @exact
+    def between_steps(self) -> None:
+        """Trims rows that have outgrown their budget, by the newest query."""
+        state, eviction = self.state, self.eviction
+        if eviction is None or state is None or self.layer.seen < eviction.full_at:
+            return
+        # Tokens that the last step sealed are in pages.
+        self.close()
+        eviction.judge_step(state.query.clone())
+        self.bind()
+
+    # Lengths and masks.
+
+    def seen_on_device(self) -> Tensor:
+        """Logical tokens seen, on the device: i64 (1,). Stock static layers have a number without axes there."""
+        assert self.tensor is not None
+        assert self.plan is not None
+        return seen(self.tensor, self.plan.rows)
+
+    def length(self, seen: int) -> Any:
+        """Tokens seen, ``seen`` of which the layer knows; on the device where the host does not know all."""
+        if self.is_recorded or (self.state is not None and self.sync.stale):
+            return self.seen_on_device()
+        return seen + self.sync.ahead
+
+    def need_no_mask(self) -> bool:
+        """True if steps need no mask: nothing that is stored is padding, and every row has something stored."""
+        if self.layer.capacity is None or self.tensor is None:
+            return False
+        return self.sync.ready and not self.sync.holes
+
+    def most_tokens(self) -> int:
+        """Most tokens of a recorded step.
+
+        Where tags have a say in what is sealed, only generated ones have none. A trim judges by one query.
+        """
+        layer = self.layer
+        if self.trims:
+            return 1
+        return 1 if "tags" in layer.scheme.needs and not layer.record_past else MAX_STEP
+
+    # A step in Python over the buffer.
+
+    def takes(self, queries: int, arguments: AttentionArguments) -> bool:
+        """True if the staged tokens can go through `run`; a layer that grows makes room for them in its buffer.
+
+        Else they go one operation after the other: tokens of rows that hold nothing yet, which may be padding, several
+        tokens with a mask of their own, steps after which a trim is due, and any step while there is no memory for a
+        buffer.
+        """
+        layer, tokens = self.layer, self.layer.staged_length
+        if not 0 < tokens == queries <= self.most_tokens():
+            return False
+        # A row's first tokens may be padding. Room is found whether or not a trim is due.
+        if not layer.held().forecast().shortest or not self.find_room(layer.seen):
+            return False
+        if tokens > 1 and (arguments.mask is not None or not arguments.causal):
+            return False
+        return self.eviction is None or self.eviction.lets_step_pass()
+
+    @exact
+    def run(self, query: Tensor, arguments: AttentionArguments) -> Tensor | None:
+        """The staged tokens' whole step, as a recorded one would take it: (B, Hq, Q, D) to (B, Hq, Q, Dv).
+
+        None where they have to go one operation after the other: nothing is done then.
+        """
+        if not self.takes(query.shape[2], arguments):
+            return None
+        layer = self.layer
+        store, state, plan = layer.held(), self.state, self.plan
+        assert state is not None
+        assert plan is not None
+        query, keys, values = layer.staged_step(query)
+        then, self.open = store.forecast(keys.shape[2], layer.hold), True
+        try:
+            out = run_step(query, keys, values, arguments.biased(), state, plan, any(then.due))
+        except BaseException:
+            if int(state.counters[LENGTH].max()) > store.longest:
+                # The tokens are stored, and what was due with them may not be sealed.
+                state.new.zero_()
+                store.note_states(then.appended)
+                layer.staged, layer.new_columns, layer.uncommitted = None, 0, True
+            raise
+        store.note_states(then.sealed)
+        layer.staged, layer.new_columns = None, 0
+        return out
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the buffer; of copies as well."""

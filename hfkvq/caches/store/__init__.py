@@ -6,7 +6,7 @@ There are three routes from a token to the bytes of a page:
    a tail that would have to hold all of it. Of a prompt beyond a budget only the tokens that stay come here.
 2. A step. New tokens join the tail, and what has left the local window is sealed from there: by
    `hfkvq.kernels.step.run_step` over the layer's buffer, with a graph or without, or by `KVStore.push` and
-   `KVStore.commit` where a step cannot run over a buffer (see `hfkvq.caches.steps.device_steps.DeviceSteps.takes`).
+   `KVStore.commit` where a step cannot run over a buffer (see `hfkvq.caches.steps.step_buffer.StepBuffer.takes`).
 3. A requantization. Stored tokens change their run or are forgotten (`requantize.requantized`): tokens that stay keep
    their bits, others are quantized from what is stored of them. Tiers of a first prompt are assigned by one, for all
    layers together (`rows.joined`), since the host must not wait for the device within a prompt.

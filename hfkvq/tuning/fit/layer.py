@@ -174,14 +174,14 @@ class _Kind:
                 if layer.seen == layer.buffer.room or not layer.buffer.room:
                     layer.buffer.make_room(room_ahead([layer.buffer], layer.seen + 1, come.headroom, come.captured))
                 count = min(left, layer.buffer.room - layer.seen)
-            if layer.eviction is not None and (layer.steps is None or layer.eviction.trims_steps):
+            if layer.eviction is not None and (layer.buffer is None or layer.eviction.trims_steps):
                 # Steps up to a trim; from the third trim on, bytes repeat.
                 at = layer.eviction.full_at
                 count = min(count, MAX_STEP, max(at - 1 - layer.seen, 1))
                 self.feed(layer, count)
                 trims += layer.evicted and layer.eviction.full_at != at
-            elif layer.steps is not None:
-                layer.steps.note_steps(count, count)
+            elif layer.buffer is not None:
+                layer.buffer.note_steps(count, count)
             else:
                 store = layer.held()
                 tagged = layer.tags is not None and layer.tags.may_be_due(layer)

@@ -216,7 +216,7 @@ def _kind_of_steps(model: Outline, preset: Preset) -> tuple[bool, bool]:
     if preset not in model.captured:
         # Configs are copied: a cache changes the one that it is made from.
         cache = MixedKVCache(copy.deepcopy(model.config), preset, graphs=True)
-        model.captured[preset] = cache.compressed_layers[0].steps is not None, cache.graphs is not None
+        model.captured[preset] = cache.compressed_layers[0].buffer is not None, cache.graphs is not None
     return model.captured[preset]
 
 
