@@ -106,7 +106,7 @@ def _page_norms(
     heads, head_dim = source.shape[1], source.shape[3]
     chosen = index.clamp(0, source.shape[2] - 1).long()[:, None, :, None].expand(-1, heads, -1, head_dim)
     x = source.gather(2, chosen).float().unflatten(2, (-1, page))
-    if not x.numel():
+    if not x.numel() or (new is not None and not new.any()):
         return x.new_ones((*x.shape[:3], page if axis == "channel" else head_dim), dtype=torch.float16)
     x = torch.where(x.abs() <= F16_MAX, x, 0.0)
     # Rows have scales of their own and run along ``other``, the axis of the factors.

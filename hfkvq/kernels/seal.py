@@ -177,6 +177,8 @@ def _seal(
     step = page if form.whole else 1
     due = torch.arange(0, index.shape[1], step, device=index.device) < new[:, None]
     row, block = due.nonzero(as_tuple=True)
+    if not len(row):
+        return
     token = count.long()[row] + block * step
     ids = table.long()[row, token // page]
     columns = index.long().unflatten(1, (-1, step))[row, block]
