@@ -24,7 +24,7 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.measure.models.outline import outline
 from hfkvq.measure.reference import load_reference
 from hfkvq.sizes import parse_size
-from hfkvq.tuning.fit import cache_bytes, fits, layer, weights_of
+from hfkvq.tuning.fit import cache_bytes, fits, layer, outline_of, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
 from tests.caches.driver import ALIKE, by_layout
 from tests.caches.graph_recorder import captured  # noqa: F401
@@ -249,12 +249,12 @@ def test_latents_and_linear_attention_by_hand():
 class TestKnownModels:
     def test_weights_and_bytes_a_token(self):
         for config, parameters, kib in ((LLAMA_31_8B, 8_030_261_248, 128), (QWEN3_8B, 8_190_735_360, 144)):
-            model = outline(config)
+            model = outline_of(config)
             assert model.parameters == parameters
             assert weights_of(model, torch.bfloat16).total == 2 * parameters
             assert cache_bytes(config, None, 1) == kib * KIB
             assert cache_bytes(config, None, 131072, 3) == 3 * 131072 * kib * KIB
-        assert outline(LLAMA_31_8B).positions == 131072
+        assert outline_of(LLAMA_31_8B).positions == 131072
 
     def test_bits_of_a_long_context_are_those_of_the_pages(self):
         elements = 131072 * 144 * KIB / 2

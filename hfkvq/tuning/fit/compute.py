@@ -13,13 +13,13 @@ from hfkvq.caches.layers.memory import format_bytes
 from hfkvq.caches.schemes.base import latent_layout, listed
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.measure.models import find_model, read_config
-from hfkvq.measure.models.outline import Outline, checkpoint_bytes, outline
+from hfkvq.measure.models.outline import Outline, checkpoint_bytes
 from hfkvq.measure.presets import widest_first
 from hfkvq.sizes import parse_size
 from hfkvq.terminal import split
 
 from .layer import Arrival
-from .model import Plan, Weights, plan, weights_of
+from .model import Plan, Weights, outline_of, plan, weights_of
 
 STOCK = ("bf16", "none")
 """Names of Transformers' own cache."""
@@ -93,7 +93,7 @@ def compute(
     source = find_model(model)
     memory = parse_size(gpu_memory, "gpu-memory")
     spare = 0 if overhead.strip() == "0" else parse_size(overhead, "overhead")
-    found = outline(read_config(source))
+    found = outline_of(read_config(source))
     tokens = _context(found, context, beyond)
     if generated > tokens:
         raise ValueError(f"generated: got {generated}, allowed no more than the context of {tokens} tokens.")
