@@ -82,7 +82,7 @@ def look(caches: Iterable[MixedKVCache], kept: Iterable[Tensor] = (), seconds: f
                 found = [x if type(x) is dict else {"": x} for x in list(vars(part).values())]
                 others |= _sizes(y for x in found for y in list(x.values()))
                 continue
-            store, sync = part.store, None if part.steps is None else part.steps.sync
+            store, sync = part.store, None if part.buffer is None else part.buffer.sync
             if store is None:
                 continue
             buffers = [] if part.buffer is None else part.buffer.memory()
