@@ -13,6 +13,7 @@ from .pages import PageFormat, RunView, StoreFormat
 from .products import qk_pages, sv_pages
 from .quantize import dequantize_pages, quantize_pages
 from .query_sums import query_sums
+from .restore import restore
 from .seal import channel_widths, seal, seal_side
 from .smooth import smooth, unsmooth
 
@@ -33,6 +34,7 @@ __all__ = [
     "qk_pages",
     "quantize_pages",
     "query_sums",
+    "restore",
     "seal",
     "seal_side",
     "smooth",

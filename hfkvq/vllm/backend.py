@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from functools import cached_property
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -21,38 +23,57 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hfkvq import kernels
 from hfkvq.caches import Scheme, get_scheme
+from hfkvq.caches.steps.step_buffer import sealing_rules
+from hfkvq.kernels.pages import StoreFormat
 
 from . import DTYPE
-from .pages import PAGE, TAIL, TOGETHER, Call, LayerPages, Prompts, Steps, Varlen, refusal, sdpa
+from .pages import (
+    PAGE,
+    TAIL,
+    TOGETHER,
+    Call,
+    LayerPages,
+    Prompts,
+    Steps,
+    Varlen,
+    bytes_of_page,
+    has_windows,
+    refusal,
+    sdpa,
+)
 from .smoothing import has_key_biases, vectors_of_layer
+from .windows import Claim, Slots, WindowPages, WindowPrompts, WindowSteps
 
 HEAD_SIZES = (32, 64, 96, 128, 192, 256)
 
 
-def scheme_of(config: Any) -> Scheme:
-    """The scheme that ``HFKVQ_SCHEME`` names, for all layers of a model.
+def layer_number(name: str) -> int:
+    """Number of a layer of vLLM, which its name has in it."""
+    return int(re.findall(r"\.(\d+)\.", name)[0])
+
+
+def schemes_of(config: Any) -> list[Scheme]:
+    """The scheme of each layer of a model, as ``HFKVQ_SCHEME`` names it.
 
     Raises:
-        ValueError: none is named, it is unknown, or layers differ in it.
+        ValueError: none is named, or it is unknown.
     """
     name = os.environ.get("HFKVQ_SCHEME")
     if not name:
-        raise ValueError("HFKVQ_SCHEME: got nothing, allowed the name of a scheme: saw-int4, saw-int4-kv or int4.")
+        raise ValueError("HFKVQ_SCHEME: got nothing, allowed the name of a scheme, for example saw-int4 or best-2.5.")
     scheme, layers = get_scheme(name), config.model_config.hf_text_config.num_hidden_layers
-    own = {scheme.in_layer(layer, layers).shared for layer in range(layers)}
-    if len(own) > 1:
-        raise ValueError(f"HFKVQ_SCHEME: got {name!r}, whose layers differ, allowed saw-int4, saw-int4-kv and int4.")
-    return own.pop()
+    return [scheme.in_layer(layer, layers).shared for layer in range(layers)]
 
 
 def reasons(config: Any, head_size: int, kv_cache_dtype: str | None, block_size: int | None) -> list[str]:
     """Everything that keeps vLLM from holding pages of the scheme, in words for its error."""
     found = []
     if kv_cache_dtype != DTYPE:
-        found.append(f"kv_cache_dtype: got {kv_cache_dtype!r}, allowed {DTYPE!r}, whose bytes hfkvq's pages fill")
+        found.append(f"kv_cache_dtype: got {kv_cache_dtype!r}, allowed {DTYPE!r}, which stands for hfkvq's pages")
     if block_size is not None and block_size % PAGE:
         found.append(f"block_size: got {block_size}, allowed {PAGE} (leave it out)")
     if head_size not in HEAD_SIZES:
@@ -60,13 +81,44 @@ def reasons(config: Any, head_size: int, kv_cache_dtype: str | None, block_size:
     if config.speculative_config is not None:
         found.append("speculative_config: got one, allowed None: steps have one token a request")
     try:
-        reason = refusal(scheme_of(config), head_size)
+        schemes = dict.fromkeys(schemes_of(config))
     except ValueError as error:
         return [*found, str(error)]
-    if reason:
-        name = os.environ["HFKVQ_SCHEME"]
-        found.append(f"HFKVQ_SCHEME: got {name!r}, allowed saw-int4, saw-int4-kv and int4: {reason}")
+    name = os.environ["HFKVQ_SCHEME"]
+    for reason in dict.fromkeys(refusal(scheme, head_size) for scheme in schemes):
+        if reason:
+            found.append(f"HFKVQ_SCHEME: got {name!r}, allowed saw-int4, best-2.5 and others: {reason}")
+    if any(has_windows(scheme, head_size) for scheme in schemes):
+        parallel = config.parallel_config
+        for option in ("pipeline_parallel_size", "data_parallel_size"):
+            if getattr(parallel, option) > 1:
+                found.append(f"{option}: got {getattr(parallel, option)}, allowed 1 with {name}, saw-int4 has no limit")
+        if getattr(parallel, "use_ubatching", False):
+            found.append(f"enable_dbo: got it, allowed False with {name}: a batch is to come whole")
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagesSpec(FullAttentionSpec):
+    """What vLLM is to know of a layer's blocks: their bytes, ``page_bytes``."""
+
+    page_bytes: int = 0
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.page_bytes
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        """The same."""
+        return self.page_bytes
+
+    @classmethod
+    def merge(cls, specs: list[Any]) -> Any:
+        """Spec of several layers. Raises AssertionError if they differ."""
+        assert all(spec == specs[0] for spec in specs), "layers of one group have the same pages"
+        return specs[0]
 
 
 class Backend(AttentionBackend):
@@ -102,7 +154,7 @@ class Backend(AttentionBackend):
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = DTYPE
     ) -> tuple[int, ...]:
         """Bytes of blocks; only their number matters, since pages lie in them in an order of their own."""
-        return (num_blocks, block_size, num_kv_heads, head_size + 8)
+        return (num_blocks, -1)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -137,28 +189,72 @@ class Metadata(AttentionMetadata):
         decodes: requests with one token.
         table: i32 (R, N), blocks of all requests.
         lengths: i32 (R,), tokens of each, the new ones included.
-        tails: see `LayerPages`.
+        heads: KV heads.
+        tails: see `LayerPages`; None where there are slots.
+        slots: of windows; None where there are none.
         prompts: the requests with more tokens, if there are any.
+        windows: what their windows need to know; None without slots.
+        restores: whether a request may come with a prefix that others have stored.
     """
 
     num_actual_tokens: int
     decodes: int
     table: Tensor
     lengths: Tensor
-    tails: tuple[Tensor, Tensor]
+    heads: int
+    tails: tuple[Tensor, Tensor] | None = None
+    slots: Slots | None = None
     prompts: Prompts | None = None
+    windows: WindowPrompts | None = None
+    restores: bool = True
 
     @cached_property
-    def _made(self) -> dict[bool, Steps]:
+    def _made(self) -> dict[Any, Any]:
         return {}
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What the first layer makes, inside of a graph if one is being captured."""
+        key = name, self.capturing
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    @property
+    def capturing(self) -> bool:
+        """True while a graph is being captured."""
+        return self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
 
     @property
     def steps(self) -> Steps:
-        """Rows of the requests with one token; made by the first layer, inside of a graph that is being captured."""
-        capturing = self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
-        if capturing not in self._made:
-            self._made[capturing] = Steps.of(self.table[: self.decodes], self.lengths[: self.decodes])
-        return self._made[capturing]
+        """Rows of the requests with one token."""
+        return self.once("steps", lambda: Steps.of(self.table[: self.decodes], self.lengths[: self.decodes]))
+
+    @property
+    def claim(self) -> Claim:
+        """Slots of all requests."""
+
+        def make() -> Claim:
+            assert self.slots is not None
+            past = (self.lengths - 1).clamp(min=0)
+            sealed = None
+            if self.windows is not None:
+                past = torch.cat([past[: self.decodes], self.windows.rows.past])
+                sealed = self.windows.blocks.flatten()
+            return self.slots.claim(self.table, past, self.lengths, sealed)
+
+        return self.once("claim", make)
+
+    @property
+    def window_steps(self) -> WindowSteps:
+        """Rows of the requests with one token, which have slots."""
+        own, slots, claim = slice(self.decodes), self.slots, self.claim
+        assert slots is not None
+        return self.once(
+            "window_steps",
+            lambda: WindowSteps.of(
+                self.table[own].contiguous(), self.lengths[own], claim.rows(own), self.heads, slots.count
+            ),
+        )
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -169,27 +265,44 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
+        self._heads, head_size = kv_cache_spec.num_kv_heads, kv_cache_spec.head_size
+        scheme = schemes_of(vllm_config)[layer_number(layer_names[0])]
+        self._slots, self._tails = None, None
+        if has_windows(scheme, head_size):
+            self._slots = Slots(vllm_config.scheduler_config.max_num_seqs, device)
+            return
         # Graphs are captured for batches that are padded.
         rows = max(
             vllm_config.scheduler_config.max_num_seqs, *vllm_config.compilation_config.cudagraph_capture_sizes, 1
         )
-        shape = (rows, kv_cache_spec.num_kv_heads, TAIL, kv_cache_spec.head_size)
-        dtype = vllm_config.model_config.dtype
+        shape, dtype = (rows, self._heads, TAIL, head_size), vllm_config.model_config.dtype
         self._tails = (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Metadata of a batch; asks the device for nothing."""
         given = common_attn_metadata
         decodes, _, _, _ = split_decodes_and_prefills(given, decode_threshold=1)
-        made = Metadata(given.num_actual_tokens, decodes, given.block_table_tensor, given.seq_lens, self._tails)
+        rows = slice(given.num_reqs)
+        made = Metadata(
+            given.num_actual_tokens, decodes, given.block_table_tensor[rows], given.seq_lens[rows], self._heads,
+            self._tails, self._slots,
+        )  # fmt: skip
+        known = given.seq_lens_cpu_upper_bound
         if decodes < given.num_reqs:
             starts = given.query_start_loc_cpu[decodes : given.num_reqs + 1].tolist()
             counts = [end - start for start, end in pairwise(starts)]
-            known = given.seq_lens_cpu_upper_bound
             # Exact for requests with several tokens.
             lengths = (given.seq_lens if known is None else known)[decodes : given.num_reqs].tolist()
             held = [max(length - count, 0) for length, count in zip(lengths, counts, strict=True)]
-            made.prompts = Prompts.of(made.table[decodes : given.num_reqs], held, counts)
+            made.prompts = Prompts.of(made.table[decodes:], held, counts)
+        if self._slots is not None:
+            self._slots.check()
+            if made.prompts is not None:
+                made.windows = WindowPrompts.of(made.prompts)
+            if known is not None:
+                # Exact where requests have one token, too, since there is no speculation.
+                held = (known[: given.num_reqs] - given.query_start_loc_cpu[: given.num_reqs + 1].diff()).tolist()
+                made.restores = any(count > 0 and count % PAGE == 0 for count in held)
         return made
 
 
@@ -223,21 +336,71 @@ class Attention(AttentionImpl[Metadata]):
         for name, value in refused.items():
             if isinstance(value, Tensor) or value:
                 raise ValueError(f"{name}: got {value!r} in a layer of the model, which hfkvq's pages do not hold.")
-        config = get_current_vllm_config()
-        scheme = scheme_of(config)
-        self._form = scheme.layout(head_size, head_size).store
-        self._longest = config.model_config.max_model_len
-        self._smooths, self._rotated = scheme.smooths_keys, bool(self._form.rotate_keys)
-        biased = has_key_biases(config.model_config.hf_text_config)
-        if self._smooths and biased and not os.environ.get("HFKVQ_SMOOTHING"):
+        self._config = config = get_current_vllm_config()
+        self._schemes = schemes_of(config)
+        smooths, biased = any(s.smooths_keys for s in self._schemes), has_key_biases(config.model_config.hf_text_config)
+        if smooths and biased and not os.environ.get("HFKVQ_SMOOTHING"):
             raise ValueError(
                 "HFKVQ_SMOOTHING: got nothing, but keys of this model have biases, and 4 bits do not hold them as they "
                 "are; run `python -m hfkvq.vllm.smoothing MODEL FILE`, and set it to FILE."
             )
+        self._longest = config.model_config.max_model_len
+        self._form: StoreFormat | None = None
         self._vectors: Tensor | None = None
+        self._windows: tuple[Tensor, Tensor] | None = None
+        self._sums: tuple[Tensor, Tensor] | None = None
         self._pages: LayerPages | None = None
         self._bound: tuple[int, ...] = ()
         self._attend: Varlen = _attention_of_prompts(head_size)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Takes the layer's scheme, and tells vLLM through the layer how many bytes its blocks have.
+
+        Version 0.25 asks the layer, and no backend.
+        """
+        for name, layer in self._config.compilation_config.static_forward_context.items():
+            if getattr(layer, "impl", None) is self:
+                self.begin(name)
+                layer.get_kv_cache_spec = partial(self._spec, layer.get_kv_cache_spec)
+
+    def _spec(self, ask: Callable[[Any], Any], config: Any) -> PagesSpec:
+        assert self._form is not None
+        found = ask(config)
+        own = {field.name: getattr(found, field.name) for field in fields(found)}
+        size = bytes_of_page(self._form, self.num_kv_heads, self.head_size)
+        return PagesSpec(**own, page_bytes=size * (found.block_size // PAGE))
+
+    def begin(self, name: str) -> None:
+        """Takes the scheme of a layer of this name, and room for its windows, which vLLM counts as it does weights.
+
+        Raises:
+            ValueError: windows take too much of the device's memory.
+        """
+        scheme = self._schemes[layer_number(name)]
+        layout = scheme.layout(self.head_size, self.head_size)
+        self._form, self._balance = layout.store, (layout.keys.balance, layout.values.balance)
+        if scheme.smooths_keys:
+            ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+            rotated = bool(self._form.rotate_keys)
+            self._vectors = vectors_of_layer(name, self.num_kv_heads, rotated, *ranks)
+        if not has_windows(scheme, self.head_size):
+            return
+        self._form = replace(self._form, sink=PAGE)
+        self._rule, asked = sealing_rules(scheme, layout, self.head_size)
+        dtype, slots = self._config.model_config.dtype, self._config.scheduler_config.max_num_seqs
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        shape = (2 * slots + 2, self.num_kv_heads, PAGE, self.head_size)
+        if device.type == "cuda":
+            taken, room = 2 * torch.Size(shape).numel() * dtype.itemsize * len(self._schemes), torch.cuda.mem_get_info()
+            if taken > room[1] // 4:
+                raise ValueError(
+                    f"max_num_seqs: got {slots}, whose first and newest tokens take {taken >> 20} MiB in 16 bits, "
+                    f"allowed at most {int(slots * room[1] / 4 / taken)}; pass --max-num-seqs."
+                )
+        self._windows = torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+        if asked:
+            sums = torch.zeros((slots + 1, *shape[1::2]), dtype=torch.float64, device=device)
+            self._sums = sums, torch.zeros((shape[1], slots + 1), dtype=torch.int32, device=device)
 
     def forward(
         self,
@@ -267,41 +430,57 @@ class Attention(AttentionImpl[Metadata]):
         Returns:
             ``output``.
         """
-        if self._smooths:
-            ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-            self._vectors = vectors_of_layer(layer.layer_name, self.num_kv_heads, self._rotated, *ranks)
-            self._smooths = False
+        if self._form is None:
+            self.begin(layer.layer_name)
         if attn_metadata is None:
             # Memory of a chunk behind many tokens: all keys and values of its request, one of them twice.
             room = max(self._longest, TOGETHER) * self.num_kv_heads * self.head_size
             query.new_empty(3 * room if query.is_cuda else 0)
             return output.fill_(0)
-        count, decodes = attn_metadata.num_actual_tokens, attn_metadata.decodes
+        count, batch = attn_metadata.num_actual_tokens, attn_metadata
         query, key, value = query[:count], key[:count], value[:count]
         out = output.view(-1, self.num_heads, self.head_size)[:count]
         if self._vectors is not None:
             both = kernels.smooth(query[:, :, None], key[:, :, None], self._vectors)
             query, key = (x[:, :, 0] for x in both)
-        pages = self._pages_in(kv_cache, attn_metadata.tails)
-        prompts, rest = attn_metadata.prompts, slice(decodes, None)
-        if decodes:
-            pages.store_steps(key[:decodes], value[:decodes], attn_metadata.steps)
-        if prompts is not None:
-            pages.store_prompts(key[rest], value[rest], prompts)
-        if decodes:
-            out[:decodes] = pages.attend_steps(query[:decodes], attn_metadata.steps, self.scale)
-        if prompts is not None:
-            given = query[rest], key[rest], value[rest], prompts, self.scale
+        pages, steps, rest = self._pages_in(kv_cache, batch), slice(batch.decodes), slice(batch.decodes, None)
+        # All tokens of a batch are stored before any is attended to: a request may look at what another stores.
+        if isinstance(pages, WindowPages):
+            claim = batch.claim
+            if batch.decodes:
+                pages.take_step(query[steps], key[steps], value[steps], batch.window_steps)
+            if batch.windows is not None:
+                pages.take_prompts(query[rest], key[rest], value[rest], batch.windows, claim.rows(rest))
+            if batch.capturing or batch.restores:
+                pages.restore(batch.table, claim)
+            if batch.decodes:
+                out[steps] = pages.attend_step(query[steps], batch.window_steps, self.scale)
+        else:
+            if batch.decodes:
+                pages.store_steps(key[steps], value[steps], batch.steps)
+            if batch.prompts is not None:
+                pages.store_prompts(key[rest], value[rest], batch.prompts)
+            if batch.decodes:
+                out[steps] = pages.attend_steps(query[steps], batch.steps, self.scale)
+        if batch.prompts is not None:
+            given = query[rest], key[rest], value[rest], batch.prompts, self.scale
             pages.attend_prompts(*given, self._attend, out[rest])
         return output
 
-    def _pages_in(self, data: Tensor, tails: tuple[Tensor, Tensor]) -> LayerPages:
+    def _pages_in(self, data: Tensor, batch: Metadata) -> LayerPages:
+        tails = batch.tails if self._windows is None else self._windows
+        assert self._form is not None
+        assert tails is not None
         bound = data.data_ptr(), data.numel(), tails[0].data_ptr()
         if self._pages is None or bound != self._bound:
             if not data.is_contiguous():
                 raise ValueError("kv_cache: got blocks of several layers in one, allowed a tensor for each layer.")
             self._bound = bound
-            self._pages = LayerPages(self._form, self.num_kv_heads, self.head_size, data.view(torch.uint8), tails)
+            given = self._form, self.num_kv_heads, self.head_size, data.view(torch.uint8), tails
+            if self._windows is None:
+                self._pages = LayerPages(*given)
+            else:
+                self._pages = WindowPages(*given, self._rule, self._balance, self._sums)
         return self._pages
 
 

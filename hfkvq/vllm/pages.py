@@ -32,27 +32,35 @@ TOGETHER = 32768
 
 
 def refusal(scheme: Scheme, head_dim: int) -> str | None:
-    """Why blocks of 4 bits a channel and 8 bytes a token and head cannot be pages of a scheme, if they cannot."""
+    """Why an engine's blocks cannot be pages of a scheme, if they cannot."""
     if scheme.evicts:
         return "it forgets tokens, and the engine's blocks belong to tokens"
     if scheme.quantizes_first:
         return "it wants prompts to attend to what is stored (quantize_first), and here they attend to themselves whole"
+    if scheme.needs - {"query"}:
+        return f"it asks for more than keys and queries of a page ({', '.join(sorted(scheme.needs))})"
+    layout = scheme.layout(head_dim, head_dim)
+    formats = [fmt for side in (layout.keys, layout.values) for fmt in side.formats]
+    if layout.latent or layout.window or len(formats) > 2:
+        return "its tokens have several widths, or it is for latents"
+    if any(fmt.page_size != PAGE for fmt in formats):
+        return f"its pages hold other than {PAGE} tokens"
+    if any(fmt.bits >= 8 or fmt.raised_count(16) for fmt in formats):
+        return "its pages have more than 4 bits a channel"
+    captured = scheme.limits(head_dim, head_dim).captured
+    return None if captured is None else f"steps run without the host here, and {captured}"
+
+
+def has_windows(scheme: Scheme, head_dim: int) -> bool:
+    """True if tokens of a scheme wait in 16 bits, or its pages are sealed whole."""
     layout = scheme.layout(head_dim, head_dim)
     sides = (layout.keys, layout.values)
-    if layout.latent or layout.window or any(len(side.formats) > 1 for side in sides):
-        return "its tokens have several widths, or it is for latents"
-    if layout.sink or any(side.local or side.unit > 1 or side.formats[0].whole for side in sides):
-        return "its newest or first tokens are kept in 16 bits, or its pages are sealed whole"
-    if any(side.formats[0].page_size != PAGE for side in sides):
-        return f"its pages hold other than {PAGE} tokens"
-    found = bytes_of_token(layout.store, head_dim)
-    return None if found == head_dim + 8 else f"a token of a head takes {found:g} bytes, not {head_dim + 8}"
+    return bool(layout.sink) or any(side.local or side.unit > 1 or side.formats[0].whole for side in sides)
 
 
-def bytes_of_token(form: StoreFormat, head_dim: int) -> float:
-    """Bytes of a token's key and value in one head, every scale counted."""
-    sizes = [size for _, _, size in _tensors(form, 1, head_dim)]
-    return sum(sizes) / form.runs[0][0].page_size
+def bytes_of_page(form: StoreFormat, heads: int, head_dim: int) -> int:
+    """Bytes of a page of keys and values, every scale counted."""
+    return sum(size for _, _, size in _tensors(form, heads, head_dim))
 
 
 def _tensors(form: StoreFormat, heads: int, head_dim: int) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
@@ -282,11 +290,15 @@ class LayerPages:
         for row in call.rows:
             held, count = rows.held[row], rows.counts[row]
             if held:
-                found[filled : filled + held] = self.dense(at, rows.table[row], rows.counters[row], held)
+                found[filled : filled + held] = self._held(at, rows, row)
             filled += held
             found[filled : filled + count] = x[taken : taken + count]
             filled, taken = filled + count, taken + count
         return found
+
+    def _held(self, at: int, rows: Prompts, row: int) -> Tensor:
+        """Keys or values (m, H, D) that a request has in blocks."""
+        return self.dense(at, rows.table[row], rows.counters[row], rows.held[row])
 
     def dense(self, at: int, table: Tensor, counters: Tensor, tokens: int) -> Tensor:
         """Keys (``at`` 0) or values (1) in a request's blocks, (tokens, H, D), dequantized and rotated back."""
@@ -297,10 +309,18 @@ class LayerPages:
         return kernels.gather_rows(counters, windows, runs, tokens, self.form, SIDES[at])[0].transpose(0, 1)
 
     def _seal(self, table: Tensor, past: Tensor, new: Tensor, columns: Tensor, sources: Sequence[Any]) -> None:
-        """Seals both sides, in a graph at the same time."""
+        def seal(at: int) -> None:
+            fmt, side = self.form.runs[0][at], SIDES[at]
+            kernels.seal_side(self.parts[at], table, past, new, sources[at], columns, fmt, side)
+
+        self._side_by_side(table, seal)
+
+    @staticmethod
+    def _side_by_side(table: Tensor, seal: Callable[[int], None]) -> None:
+        """Seals keys (0) and values (1), in a graph at the same time."""
         sides = [contextlib.nullcontext(), *map(torch.cuda.stream, branches(table, 1)), contextlib.nullcontext()]
-        for at, (fmt, side) in enumerate(zip(self.form.runs[0], SIDES, strict=True)):
+        for at in (0, 1):
             with sides[at]:
-                kernels.seal_side(self.parts[at], table, past, new, sources[at], columns, fmt, side)
+                seal(at)
         if len(sides) > 2:
             torch.cuda.current_stream(table.device).wait_stream(sides[1].stream)

@@ -1,6 +1,7 @@
 """The few classes of vLLM that the backend derives from or calls, for machines without vLLM."""
 
 import sys
+from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from types import ModuleType
@@ -22,6 +23,15 @@ class Backend:
     @classmethod
     def validate_configuration(cls, *args, **kwargs):
         return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What vLLM asks a layer for."""
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
 
 
 class Impl(Generic[T]):
@@ -67,6 +77,7 @@ def install(monkeypatch, version="0.25.0"):
             "AttentionMetadataBuilder": Builder,
             "AttentionType": AttentionType,
         },
+        "vllm.v1.kv_cache_interface": {"FullAttentionSpec": Spec},
         "vllm.v1.attention.backends": {},
         "vllm.v1.attention.backends.utils": {"split_decodes_and_prefills": split},
         "vllm.v1.attention.backends.registry": {

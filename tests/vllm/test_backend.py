@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import math
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +13,13 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 import hfkvq.vllm
 from hfkvq import MixedKVCache, get_scheme, kernels
 from hfkvq.kernels import use_interpreter
-from hfkvq.vllm import pages, smoothing
-from tests.vllm.stand_in import install
+from hfkvq.vllm import smoothing, windows
+from tests.vllm.stand_in import Spec, install
 
 HEADS, QUERY_HEADS, DIM, BLOCKS = 2, 4, 64, 24
+LAYER = "model.layers.1.self_attn.attn"
 SCHEMES = ["saw-int4", "saw-int4-kv", "int4"]
+WHOLE = ["kitty-pro", "best-4.3", "best-3.4", "best-2.5"]
 
 
 @pytest.fixture
@@ -34,7 +37,8 @@ def config_of(**text):
         model_config=SimpleNamespace(hf_text_config=text, max_model_len=1024, dtype=torch.float32),
         speculative_config=None,
         scheduler_config=SimpleNamespace(max_num_seqs=8),
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2], static_forward_context={}),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1, use_ubatching=False),
     )
 
 
@@ -45,13 +49,23 @@ class Engine:
         config = config_of(**text)
         monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
         self.heads, self.query_heads, self.dim = heads, query_heads, dim
-        shape = backend.Backend.get_kv_cache_shape(BLOCKS, 128, heads, dim)
-        self.cache = torch.zeros(shape, dtype=torch.uint8)
-        spec = SimpleNamespace(num_kv_heads=heads, head_size=dim)
-        self.builder = backend.Builder(spec, [], config, torch.device("cpu"))
         self.impl = backend.Attention(query_heads, dim, dim**-0.5, heads)
+        spec = self.spec_of(config)
+        shape = backend.Backend.get_kv_cache_shape(BLOCKS, 128, heads, dim)
+        self.cache = torch.zeros(BLOCKS * spec.page_size_bytes, dtype=torch.uint8).view(shape)
+        self.builder = backend.Builder(spec, [LAYER], config, torch.device("cpu"))
         self.free = (torch.randperm(BLOCKS - 1) + 1).tolist()
-        self.blocks, self.held = {}, {}
+        self.blocks, self.held, self.history = {}, {}, {}
+        # Requests whose first page is read from the blocks.
+        self.strangers = set()
+
+    def spec_of(self, config):
+        """What vLLM is told of the layer's blocks, after weights are loaded."""
+        layer = SimpleNamespace(impl=self.impl)
+        layer.get_kv_cache_spec = lambda _: Spec(block_size=128, num_kv_heads=self.heads, head_size=self.dim)
+        config.compilation_config.static_forward_context[LAYER] = layer
+        self.impl.process_weights_after_loading(torch.float32)
+        return layer.get_kv_cache_spec(config)
 
     def run(self, counts, query, key, value, padded=0):
         """Attention of new tokens, how many by request, and what it should be from dequantized pages."""
@@ -68,12 +82,25 @@ class Engine:
             seq_lens_cpu_upper_bound=known, num_reqs=len(known), num_actual_tokens=len(query), block_table_tensor=table,
         )  # fmt: skip
         out = torch.full((len(query), self.query_heads * self.dim), torch.nan)
-        layer = SimpleNamespace(layer_name="model.layers.1.self_attn.attn")
+        layer = SimpleNamespace(layer_name=LAYER)
         self.impl.forward(layer, query, key, value, self.cache, self.builder.build(0, given), out)
         # Blocks hold what is stored in this batch, too.
         expected = self.expected(counts, starts, query, key, value, table)
         self.held |= dict(zip(counts, lengths, strict=True))
+        for i, name in enumerate(counts):
+            before = self.history.get(name, (key[:0], value[:0]))
+            own = slice(starts[i], starts[i + 1])
+            self.history[name] = [torch.cat([x, y[own]]) for x, y in zip(before, (key, value), strict=True)]
         return out.view(-1, self.query_heads, self.dim), expected
+
+    def before(self, at, name, table, held):
+        """Keys or values that a request attends to: its first page and the one that is being filled as they were."""
+        stored, start = self.dense(at, table, held), held // 128 * 128
+        if isinstance(self.impl._pages, windows.WindowPages):
+            stored[start:] = self.history[name][at][start:]
+            if name not in self.strangers:
+                stored[:128] = self.history[name][at][:128]
+        return stored
 
     def dense(self, at, table, tokens):
         """Keys or values (tokens, H, D) of a request's blocks, from the bytes, by plain PyTorch."""
@@ -88,7 +115,7 @@ class Engine:
         found, share = [], self.query_heads // self.heads
         for i, (name, count) in enumerate(counts.items()):
             own, held = slice(starts[i], starts[i + 1]), self.held.get(name, 0)
-            before = [self.dense(at, table[i], held) for at in (0, 1)] if held else [key[:0], value[:0]]
+            before = [self.before(at, name, table[i], held) for at in (0, 1)] if held else [key[:0], value[:0]]
             keys, values = (torch.cat([x, y[own]]) for x, y in zip(before, (key, value), strict=True))
             keys, values = (x.repeat_interleave(share, 1) for x in (keys, values))
             logits = torch.einsum("qhd,khd->hqk", query[own], keys) * self.dim**-0.5
@@ -125,7 +152,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SCHEMES + WHOLE)
 def test_batches_attend_to_what_blocks_hold(backend, monkeypatch, scheme, kind):
     monkeypatch.setenv("HFKVQ_SCHEME", scheme)
     engine = Engine(backend, monkeypatch)
@@ -137,7 +164,9 @@ def test_batches_attend_to_what_blocks_hold(backend, monkeypatch, scheme, kind):
 
 
 @pytest.mark.parametrize("kind", ["steps and chunks", "everything"])
-def test_kernels_attend_as_the_reference_does(backend, monkeypatch, kind):
+@pytest.mark.parametrize("scheme", ["saw-int4", "best-4.3", "best-2.5"])
+def test_kernels_attend_as_the_reference_does(backend, monkeypatch, scheme, kind):
+    monkeypatch.setenv("HFKVQ_SCHEME", scheme)
     engine = Engine(backend, monkeypatch)
     before, counts = KINDS[kind]
     with use_interpreter():
@@ -191,18 +220,133 @@ def test_a_request_attends_to_what_another_stores_in_the_same_batch(backend, mon
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
-def test_tokens_are_those_of_generate(backend, monkeypatch, tmp_path):
+@pytest.mark.parametrize("scheme", WHOLE)
+def test_pages_do_not_depend_on_batches(backend, monkeypatch, scheme):
+    """Full blocks have the bytes of all tokens at once, whoever else is in a batch: so requests can share them."""
+    monkeypatch.setenv("HFKVQ_SCHEME", scheme)
+    parts, whole = Engine(backend, monkeypatch), Engine(backend, monkeypatch)
+    given = [torch.randn(390, heads, DIM) for heads in (QUERY_HEADS, HEADS, HEADS)]
+    parts.free, at = [5, 9, 2, 7, 11, 12, 13, 14], 0
+    for number, count in enumerate((3, 1, 120, 1, 1, 1, 1, 1, 20, 106, 1, 1, 130, 3)):
+        # Another request's steps beside it.
+        own = [torch.cat([x[at : at + count], torch.randn(1, *x.shape[1:])]) for x in given]
+        counts = {"a": count, "b": 1}
+        if count > 1 and number:
+            own, counts = [x.roll(1, 0) for x in own], {"b": 1, "a": count}
+        if number:
+            parts.run(counts, *own)
+        else:
+            parts.run({"a": count}, *(x[at : at + count] for x in given))
+        at += count
+    assert at == 390
+    whole.free = [3, 4, 6, 8]
+    whole.run({"a": 390}, *given)
+    for own, other in zip(parts.impl._pages.parts, whole.impl._pages.parts, strict=True):
+        for x, y in zip(own, other, strict=True):
+            assert torch.equal(x[parts.blocks["a"][:3]], y[whole.blocks["a"][:3]])
+
+
+@pytest.mark.parametrize("scheme", ["kitty-pro", "best-2.5"])
+def test_prefixes_are_shared(backend, monkeypatch, scheme):
+    """A request with another's blocks takes its first page from that one's slot, or from its page."""
+    monkeypatch.setenv("HFKVQ_SCHEME", scheme)
+    engine = Engine(backend, monkeypatch)
+    engine.random({"a": 300})
+
+    def join(name, count, stranger):
+        engine.blocks[name], engine.held[name] = engine.blocks["a"][: count // 128], count
+        engine.history[name] = [x[:count] for x in engine.history["a"]]
+        engine.strangers |= {name} if stranger else set()
+
+    # One that has the first page only, one with two and a single new token, beside the one that stored them.
+    join("b", 128, False), join("c", 256, False)
+    for _ in range(2):
+        out, expected = engine.random({"a": 1, "c": 1, "b": 9})
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+    # All slots are others' now, so the first page is read.
+    for name in "efghijkl":
+        engine.random({name: 3})
+    join("d", 256, True)
+    for counts in ({"d": 1}, {"d": 140}, {"d": 1}):
+        out, expected = engine.random(counts)
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_request_shares_what_others_fill_in_the_same_batch(backend, monkeypatch):
+    monkeypatch.setenv("HFKVQ_SCHEME", "best-2.5")
+    engine = Engine(backend, monkeypatch)
+    engine.random({"a": 127, "s": 130})
+    for name, of in (("b", "a"), ("c", "d")):
+        if of == "d":
+            engine.blocks["d"] = [engine.free.pop()]
+        engine.blocks[name], engine.held[name] = engine.blocks[of][:1], 128
+    given = [torch.randn(1 + 1 + 5 + 9 + 128, heads, DIM) for heads in (QUERY_HEADS, HEADS, HEADS)]
+    # Tokens of a and of d are those that b and c have.
+    engine.history["b"] = [torch.cat([x, y[:1]]) for x, y in zip(engine.history["a"], given[1:], strict=True)]
+    engine.history["c"] = [x[-128:] for x in given[1:]]
+    out, expected = engine.run({"a": 1, "s": 1, "b": 5, "c": 9, "d": 128}, *given)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_slots_outlive_strangers(backend, monkeypatch):
+    """Requests come and go, and wait: those that run keep what they have in 16 bits; who loses it stops the engine."""
+    monkeypatch.setenv("HFKVQ_SCHEME", "best-2.5")
+    engine = Engine(backend, monkeypatch)
+    rng = random.Random(0)
+    live = []
+    for number in range(60):
+        while len(live) < 8 and rng.random() < 0.7:
+            live.append(f"{number}-{len(live)}")
+        counts = {name: 1 if name in engine.held else rng.randrange(1, 150) for name in live}
+        counts = dict(sorted(counts.items(), key=lambda x: x[1] > 1))
+        if counts:
+            out, expected = engine.random(counts)
+            torch.testing.assert_close(out, expected, atol=3e-5, rtol=3e-5)
+        for name in [name for name in live if rng.random() < 0.2]:
+            live.remove(name)
+            engine.free += engine.blocks.pop(name)
+    engine.builder._slots.check()
+    for name in "abcdefghi":
+        engine.random({name: 3})
+    with pytest.raises(RuntimeError, match="newest tokens were lost"):
+        for _ in range(3):
+            engine.random({"a": 1})
+
+
+def test_layers_have_blocks_of_their_own_widths(backend, monkeypatch):
+    """A preset's wide layer asks vLLM for more bytes; vLLM takes the layer's word."""
+    monkeypatch.setenv("HFKVQ_SCHEME", "best-2.5")
+    sizes = {}
+    for layer in range(36):
+        config = config_of(num_hidden_layers=36)
+        monkeypatch.setattr(backend, "get_current_vllm_config", lambda config=config: config)
+        impl, name = backend.Attention(32, 128, 1.0, 8), f"model.layers.{layer}.self_attn.attn"
+        own = SimpleNamespace(impl=impl)
+        own.get_kv_cache_spec = lambda _: Spec(block_size=128, num_kv_heads=8, head_size=128)
+        config.compilation_config.static_forward_context[name] = own
+        impl.process_weights_after_loading(torch.bfloat16)
+        sizes[layer] = own.get_kv_cache_spec(config)
+    assert {layer: spec.page_size_bytes for layer, spec in sizes.items() if spec != sizes[0]} == {22: 139264}
+    assert sizes[0].page_size_bytes == sizes[0].real_page_size_bytes == 82176
+    assert sizes[0].merge([sizes[0], sizes[1]]) == sizes[0]
+    with pytest.raises(AssertionError):
+        sizes[0].merge([sizes[0], sizes[22]])
+
+
+@pytest.mark.parametrize("name", ["saw-int4", "kitty-pro:sink_length=128:local_length=0"])
+def test_tokens_are_those_of_generate(backend, monkeypatch, tmp_path, name):
     """A model of which each layer's attention is the backend's."""
+    monkeypatch.setenv("HFKVQ_SCHEME", name)
     config = LlamaConfig(
         vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=32, max_position_embeddings=512, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    prompt = torch.randint(3, 128, (1, 140))
-    scheme = get_scheme("saw-int4").shared
+    prompt = torch.randint(3, 128, (1, 250))
+    scheme = get_scheme(name).shared
     expected = model.generate(
         prompt, past_key_values=MixedKVCache(model, scheme), max_new_tokens=12, do_sample=False, eos_token_id=None
-    )[0, 140:].tolist()
+    )[0, 250:].tolist()
 
     path = str(tmp_path / "smoothing.safetensors")
     assert smoothing.save(model, path) == 2
@@ -269,23 +413,14 @@ def test_wide_key_channels_are_smoothed(backend, monkeypatch, tmp_path):
         smoothing.vectors_of_layer("model.layers.1.self_attn.attn", 4, False)
 
 
-def test_pages_fill_the_engines_bytes():
-    for scheme in SCHEMES:
-        for dim in (32, 64, 96, 128, 192, 256):
-            own = get_scheme(scheme).shared
-            assert pages.refusal(own, dim) is None
-            assert pages.bytes_of_token(own.layout(dim, dim).store, dim) == dim + 8
-
-
 @pytest.mark.parametrize(
     ("scheme", "words"),
     [
-        ("kitty-pro", "kept in 16 bits, or its pages are sealed whole"),
-        ("saw-int4:sink_length=4", "first tokens are kept in 16 bits"),
         ("saw-int4:quantize_first=true", "quantize_first"),
         ("saw-int4:page_size=64", "its pages hold other than 128"),
         ("snapkv+saw-int4", "forgets tokens"),
-        ("full", "bytes, not 72"),
+        ("full", "more than 4 bits"),
+        ("triaxial", "tags"),
         ("no-such", "no-such"),
     ],
 )
