@@ -11,7 +11,7 @@ import os
 BACKEND = "hfkvq.vllm.backend.Backend"
 
 DTYPE = "int4_per_token_head"
-"""The name of the cache dtype whose bytes pages fill exactly: 4 bits a channel, and 8 bytes a token and head."""
+"""The name of the cache dtype that stands for pages of any width, one that vLLM keeps as bytes."""
 
 SUPPORTED = "0.25."
 

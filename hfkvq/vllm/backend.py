@@ -100,7 +100,7 @@ def reasons(config: Any, head_size: int, kv_cache_dtype: str | None, block_size:
 
 @dataclass(frozen=True, kw_only=True)
 class PagesSpec(FullAttentionSpec):
-    """What vLLM is to know of a layer's blocks: their bytes, ``page_bytes``."""
+    """Spec of a layer's blocks for vLLM: pages, of ``page_bytes`` each."""
 
     page_bytes: int = 0
 
@@ -213,7 +213,7 @@ class Metadata(AttentionMetadata):
         return {}
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What the first layer makes, inside of a graph if one is being captured."""
+        """Makes something in the first layer, inside of a graph that is being captured, and hands it to the others."""
         key = name, self.capturing
         if key not in self._made:
             self._made[key] = make()

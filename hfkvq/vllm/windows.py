@@ -6,7 +6,7 @@ page, whose tokens all others look at, and the page that is being filled. Everyt
 graph can hold a step.
 
 The engine tells a backend no request's name, so slots are found by blocks: the block of a request's last token is its
-own while it is being filled. At a page's end it may be shared; then whoever goes on first takes the slot, and others
+own while it is being filled. At a page's end it may be shared; then the first request that goes on takes it, and others
 are as requests that come with a prefix: their first page comes from a slot that has the same one, or from its sealed
 page.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hfkvq import kernels
 from hfkvq.kernels.hadamard import hadamard
+from hfkvq.kernels.norms import Balance
 from hfkvq.kernels.pages import SIDES, StoreFormat
 from hfkvq.kernels.step import observe
 from hfkvq.kernels.step.buffer import side_by_side
@@ -42,7 +43,7 @@ class Claim(NamedTuple):
     source: Tensor
 
     def rows(self, own: slice) -> Claim:
-        """Those of some requests."""
+        """Slots of some of the requests."""
         return Claim(self.slot[own], self.due[own], self.source[own])
 
 
@@ -59,7 +60,7 @@ class Slots:
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.count = count
-        # Of each slot: the block of its request's last token, the request's first block, and when it was used.
+        # Each slot's block of its request's last token, the request's first block, and the batch that used it last.
         self._last, self._first = (torch.full((count + 1,), -1, dtype=torch.int32, device=device) for _ in range(2))
         self._used = torch.zeros(count + 1, dtype=torch.int64, device=device)
         self._now = torch.zeros(1, dtype=torch.int64, device=device)
@@ -70,7 +71,7 @@ class Slots:
         """Slots of requests; asks the device for nothing.
 
         Args:
-            table: i32 (R, N), their blocks; block 0 is nobody's.
+            table: i32 (R, N), their blocks; block 0 belongs to none.
             past: i32 (R,), tokens that they have.
             total: i32 (R,), tokens that they have afterwards; 0 for rows that pad the batch.
             sealed: i32 (P,), blocks that prompts among them fill.
@@ -147,7 +148,8 @@ class WindowSteps(NamedTuple):
         past = (lengths - 1).clamp(min=0)
         start = past // PAGE * PAGE
         sealed = (start - PAGE).clamp(min=0)
-        counters = torch.stack([torch.zeros_like(past), lengths, sealed, sealed])
+        # Rows that pad the batch have a token of their own, in the last slot.
+        counters = torch.stack([torch.zeros_like(past), past + 1, sealed, sealed])
         full = ((lengths % PAGE == 0) & (claim.slot < slots)) * PAGE
         window = torch.where(start > 0, claim.slot + slots + 1, claim.slot)
         columns = window[:, None] * (heads * PAGE) + torch.arange(PAGE, dtype=torch.int32, device=past.device)
@@ -226,7 +228,8 @@ class WindowPrompts(NamedTuple):
         wide = torch.cat([row, begin // PAGE, owner, opened.nonzero()[:, 0]])
         wide = wide.to(device)
         row_, block, owner_, open_ = wide.split([len(row), len(row), len(owner), int(opened.sum())])
-        narrow = torch.cat([columns(row, begin), torch.full((len(row), 1), PAGE, device="cpu")], 1).int().to(device)
+        full = torch.full((len(row), 1), PAGE, dtype=torch.int64, device="cpu")
+        narrow = torch.cat([columns(row, begin), full], 1).int().to(device)
         places = torch.stack([base > 0, held < PAGE, at_end > 0]).to(device)
         both = torch.stack([columns(every, torch.zeros_like(held)), columns(every, at_end)]).to(device)
         ranges = torch.stack([torch.zeros_like(low), low, torch.maximum(low, high)]).int().to(device)
@@ -240,7 +243,7 @@ class WindowPrompts(NamedTuple):
     def windows(self, claim: Claim, slots: int) -> tuple[Tensor, Tensor, Tensor]:
         """Windows, i64: of pages that were being filled (O,), of first pages (R,), of those filled afterwards (R,).
 
-        What is not to be written goes to the last slot, which is nobody's.
+        The last slot, which no request has, takes what is not to be written.
         """
         slot = claim.slot.long()
         beside = slot + slots + 1
@@ -272,7 +275,7 @@ class WindowPages(LayerPages):
         data: Tensor,
         windows: tuple[Tensor, Tensor],
         rule: str,
-        balance: Sequence[tuple],
+        balance: Sequence[Balance],
         sums: tuple[Tensor, Tensor] | None,
     ) -> None:
         super().__init__(form, heads, head_dim, data, windows)
@@ -321,7 +324,8 @@ class WindowPages(LayerPages):
         assert self.sums is not None
         (sums, counts), slot, filled = self.sums, claim.slot.long(), len(prompts.full)
         given = query.transpose(0, 1)[None]
-        found = kernels.query_sums(given, *prompts.ranges, prompts.most, sums.shape[1])
+        row, begin, end = prompts.ranges.unbind()
+        found = kernels.query_sums(given, row, begin, end, prompts.most, sums.shape[1])
         found = found + torch.where(prompts.carried, sums[slot[prompts.owner]], 0.0)
         sums[slot], counts[:, slot] = found[filled:], prompts.left.expand(len(counts), -1)
         return (found[:filled] / PAGE).float()

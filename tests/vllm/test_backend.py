@@ -1,5 +1,6 @@
 """The backend for vLLM: batches over random block tables, tokens of `generate`, and refusals; vLLM is stood in for."""
 
+import contextlib
 import importlib
 import itertools
 import math
@@ -19,7 +20,7 @@ from tests.vllm.stand_in import Spec, install
 HEADS, QUERY_HEADS, DIM, BLOCKS = 2, 4, 64, 24
 LAYER = "model.layers.1.self_attn.attn"
 SCHEMES = ["saw-int4", "saw-int4-kv", "int4"]
-WHOLE = ["kitty-pro", "best-4.3", "best-3.4", "best-2.5"]
+WHOLE = ["kitty-pro", "best-4.3", "best-3.4", "best-2.5", "kvarn-k4v2"]
 
 
 @pytest.fixture
@@ -246,11 +247,16 @@ def test_pages_do_not_depend_on_batches(backend, monkeypatch, scheme):
             assert torch.equal(x[parts.blocks["a"][:3]], y[whole.blocks["a"][:3]])
 
 
-@pytest.mark.parametrize("scheme", ["kitty-pro", "best-2.5"])
-def test_prefixes_are_shared(backend, monkeypatch, scheme):
+@pytest.mark.parametrize(("scheme", "kernels"), [("kitty-pro", False), ("best-2.5", False), ("best-2.5", True)])
+def test_prefixes_are_shared(backend, monkeypatch, scheme, kernels):
     """A request with another's blocks takes its first page from that one's slot, or from its page."""
     monkeypatch.setenv("HFKVQ_SCHEME", scheme)
     engine = Engine(backend, monkeypatch)
+    with use_interpreter() if kernels else contextlib.nullcontext():
+        share_prefixes(engine)
+
+
+def share_prefixes(engine):
     engine.random({"a": 300})
 
     def join(name, count, stranger):
@@ -308,9 +314,10 @@ def test_slots_outlive_strangers(backend, monkeypatch):
     engine.builder._slots.check()
     for name in "abcdefghi":
         engine.random({name: 3})
+    engine.random({"a": 1})
+    engine.builder._slots.check()
     with pytest.raises(RuntimeError, match="newest tokens were lost"):
-        for _ in range(3):
-            engine.random({"a": 1})
+        engine.random({"a": 1})
 
 
 def test_layers_have_blocks_of_their_own_widths(backend, monkeypatch):
