@@ -13,6 +13,8 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -221,7 +223,7 @@ def _timers(names: Sequence[str], shapes: Sequence[Shape], device: torch.device,
 
 
 def to_save(findings: Sequence[Finding]) -> dict[str, dict[str, dict[str, int]]]:
-    """{kernel: {key: knobs}}, what `configs.save` takes: all variants searched, so that defaults may change later."""
+    """{kernel: {key: knobs}}, what `save` takes: all variants searched, so that defaults may change later."""
     found: dict[str, dict[str, dict[str, int]]] = {}
     for finding in findings:
         found.setdefault(finding.kernel, {})[finding.key] = dict(finding.after)
@@ -255,6 +257,31 @@ def table(findings: Sequence[Finding]) -> Table:
     return view
 
 
+def save(device: torch.device, found: Mapping[str, Mapping[str, configs.Knobs]]) -> Path:
+    """Adds {kernel: {key: knobs}} of this GPU to the tuning file; other entries stay.
+
+    Raises:
+        ValueError: the file that is there is no tuning file, or there is no folder to put one in.
+    """
+    path = configs.tuning_file()
+    if path is None:
+        raise ValueError("tuning file: there is no home folder; set HFKVQ_TUNING to a file name.")
+    try:
+        data = configs._parse(path) if path.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"tuning file: {path} is something else ({error}) Move it, or set HFKVQ_TUNING.") from error
+    own = data.setdefault(configs.gpu_key(configs._gpu(device)[0]), {})
+    for kernel, keys in found.items():
+        own.setdefault(kernel, {}).update({key: dict(knobs) for key, knobs in keys.items()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Replacing the file leaves other processes the old one or the new one.
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        file.write(json.dumps(data, indent=2, sort_keys=True) + "\n")
+    os.replace(file.name, path)
+    configs.reload()
+    return path
+
+
 def main(given: Sequence[str] | None = None) -> None:
     """Searches, and saves each finding at once."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -267,12 +294,12 @@ def main(given: Sequence[str] | None = None) -> None:
 
     def keep(finding: Finding) -> None:
         found.append(finding)
-        configs.save(device, to_save([finding]))
+        save(device, to_save([finding]))
         if asked.json is not None:
             write(found, device, asked.json)
 
     # Before the search: there may be no place for its findings.
-    path = configs.save(device, {})
+    path = save(device, {})
     _, variants = tune(names, shapes, device, lambda what, share: print(what, flush=True), asked.minutes, keep)
     make_console().print(table(found))
     print(f"{len(found)} of {variants} variants; saved to {path}")

@@ -15,8 +15,16 @@ import datasets
 
 from evals.tasks.common import Row, as_dataset, tokenizer_name, tokenizer_of
 from hfkvq.measure.demo.prompts import Subject, full_name, is_right, prompt_text
-from hfkvq.measure.reference import Example, evaluation_set, next_choices
+from hfkvq.measure.reference import Example, evaluation_set
 from hfkvq.measure.reference.chat import CHAT_TEMPLATE
+from hfkvq.measure.reference.people import random_stream
+from hfkvq.measure.texts import KINDS, read_text
+
+PIECE = 80
+"""Characters that are to be chosen from."""
+
+OF_PLAY = 3.3
+"""Characters of a token of verse, about."""
 
 SAMPLES = 200
 """Documents of a task, unless ``ref_samples`` says otherwise; ``--limit`` takes the first of them."""
@@ -91,6 +99,26 @@ def next_passages(
         prompt, choices, gold = next_choices(ref_size or size, seed=number)
         rows.append({"prompt": prompt, "choices": choices, "gold": gold})
     return as_dataset(test=rows)
+
+
+def next_choices(size: int, *, seed: int) -> tuple[str, list[str], int]:
+    """A passage of one of the four texts, four pieces of the same text and length, and which of them follows it.
+
+    Args:
+        size: tokens of the passage, about.
+        seed: the example's number; the texts take turns.
+    """
+    rng = random_stream("eval", f"next-{size}", seed)
+    text = read_text(KINDS[seed % len(KINDS)])
+    length = round(size * OF_PLAY)
+    begin = rng.randrange(len(text) - length - PIECE)
+    # Others overlap neither each other nor what was read.
+    starts = [at for at in range(0, len(text) - PIECE, PIECE) if not begin - PIECE < at < begin + length + PIECE]
+    places = [begin + length, *rng.sample(starts, 3)]
+    choices = [text[at : at + PIECE] for at in places]
+    rng.shuffle(choices)
+    end = begin + length
+    return text[begin:end], choices, choices.index(text[end : end + PIECE])
 
 
 def _made(example: str, size: int | None, samples: int, seed: int) -> list[Example]:

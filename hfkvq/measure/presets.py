@@ -197,28 +197,6 @@ def page_bits(fmt: PageFormat, side: Side, head_dim: int) -> float:
     return 8 * held / (fmt.page_size * head_dim)
 
 
-def costly_choices(scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, str]:
-    """Choices of one knob for which steps can be neither captured nor compiled, and why.
-
-    Of numbers the ends of their range are tried.
-    """
-    found = {}
-    for field in dataclasses.fields(scheme):
-        ends = (("as low as", field.metadata.get("low")), ("as high as", field.metadata.get("high")))
-        choices = field.metadata.get("choices")
-        for word, value in ends if choices is None else [("=", choice) for choice in choices]:
-            if value is None:
-                continue
-            try:
-                reason = get_scheme(scheme, **{field.name: value}).limits(head_dim, head_dim).captured
-            except ValueError:
-                # The other knobs rule it out.
-                continue
-            if reason is not None:
-                found[f"{field.name}={value}" if word == "=" else f"{field.name} {word} {value}"] = reason
-    return found
-
-
 def long_context_bits(scheme: Scheme, head_dim: int = HEAD_DIM) -> list[float]:
     """Least and most bits per element, scales included, of pages alone: the mean of keys, values and layers."""
     return _mean_bits(scheme, head_dim, page_bits)
@@ -248,12 +226,12 @@ def _mean_bits(scheme: Scheme, head_dim: int, bits: Callable[[PageFormat, Side, 
 
 
 def describe(name: str, scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, Any]:
-    """A preset: whom it is for, words, bits, knobs, and what steps lose by its choices.
+    """A preset: whom it is for, words, bits, knobs, and what its steps lose.
 
     Bits are the mean of keys and values, least and most where tokens differ in width; ``long_context_bits`` counts
     pages alone, since windows and tables vanish in a long context. ``not_captured`` says why steps can be neither
-    captured nor compiled, ``requantized`` why
-    tokens that stay are quantized again; None if they do not. ``stays`` says which tokens do, where others are evicted.
+    captured nor compiled, ``requantized`` why tokens that stay are quantized again; None if they do not. ``stays`` says
+    which tokens do, where others are evicted.
     """
     entry = entry_of(name)[1] if name in presets() else Entry()
     dims = _dims(scheme, head_dim)
@@ -275,7 +253,6 @@ def describe(name: str, scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, A
         "stays": budget_words(scheme),
         "not_captured": limits.captured,
         "requantized": limits.requantized,
-        "costly_choices": costly_choices(scheme, head_dim),
         "knobs": scheme.knobs(),
     }
 
@@ -307,16 +284,6 @@ def knob_words(name: str, value: Any) -> str:
     if isinstance(value, tuple):
         return f"{name}: {len(value)} entries"
     return f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value!r}"
-
-
-def step_words(item: dict[str, Any]) -> list[str]:
-    """Limits of steps, line by line; empty where there are none."""
-    lines = Limits(item["not_captured"], item["requantized"]).words()
-    by_reason: dict[str, list[str]] = {}
-    for choice, reason in item["costly_choices"].items():
-        by_reason.setdefault(reason, []).append(choice)
-    lines += [f"not captured with {' or '.join(choices)}: {reason}" for reason, choices in by_reason.items()]
-    return lines
 
 
 # The table and the page of `hfkvq schemes`.
@@ -430,7 +397,7 @@ def _facts(item: dict[str, Any]) -> Iterator[tuple[str, str]]:
     timed = "a narrower layer" if any(" of the layers " in item[side] for side in ("keys", "values")) else "a layer"
     yield from _measured(item["measured"], timed)
     captured = [] if item["not_captured"] else ["captured as CUDA graphs"]
-    yield "steps", "; ".join([*captured, *step_words(item)])
+    yield "steps", "; ".join([*captured, *Limits(item["not_captured"], item["requantized"]).words()])
     for which, scheme in item["layers"].items():
         yield "layers", f"{which}: {_knobs(scheme)}"
     if item["paper"]:

@@ -264,7 +264,7 @@ def test_launches_that_are_ready_go_with_their_buffer():
     one, other = layer_of(get_scheme("saw-int4")), layer_of(get_scheme("saw-int4"), buffered=False)
 
     def take(tokens, mask=None, spread=False, kernels=True):
-        given = states(1, tokens, 64, torch.float16, "cpu", generator)
+        given = states(1, tokens, 32, torch.float16, "cpu", generator)
         if spread:
             given = [torch.cat([x, x], 1)[:, ::2].flip(1) for x in given]
         with use_interpreter() if kernels else contextlib.nullcontext():

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from evals.kernel_tuning import save
 from hfkvq.kernels.triton import configs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -118,16 +119,16 @@ def test_a_broken_or_foreign_file_is_ignored_with_one_warning_and_never_overwrit
     assert len(caplog.records) == 1
     assert str(file) in caplog.text
     with pytest.raises(ValueError, match="is something else"):
-        configs.save(GPU, {"decode": {KEY: {"stages": 3}}})
+        save(GPU, {"decode": {KEY: {"stages": 3}}})
     assert file.read_bytes() == before
 
 
 def test_saving_keeps_what_is_there(gpu, file):
-    assert configs.save(GPU, {"decode": {KEY: {"stages": 3}}}) == file
+    assert save(GPU, {"decode": {KEY: {"stages": 3}}}) == file
     assert configs.lookup(GPU, "decode", KEY)["stages"] == 3
     gpu("Synthetic 2", 8, 9)
-    configs.save(GPU, {"decode": {"other": {"step": 64}}})
-    configs.save(GPU, {"decode": {KEY: {"stages": 4}}})
+    save(GPU, {"decode": {"other": {"step": 64}}})
+    save(GPU, {"decode": {KEY: {"stages": 4}}})
     saved = json.loads(file.read_text(encoding="utf-8"))
     assert saved == {
         configs.gpu_key("Synthetic 9000"): {"decode": {KEY: {"stages": 3}}},

@@ -6,11 +6,9 @@ Later layers win: the defaults, what is shipped for a kind of GPU and for a GPU 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import version
@@ -207,28 +205,3 @@ def _saved(path: Path | None) -> Mapping[str, Mapping[str, Mapping[str, Knobs]]]
         # Attention goes on without a file that cannot be used: tuning makes it faster, not right.
         logger.warning("The tuning file %s is ignored: %s Delete it, or set HFKVQ_TUNING to another.", path, error)
         return {}
-
-
-def save(device: torch.device, found: Mapping[str, Mapping[str, Knobs]]) -> Path:
-    """Adds {kernel: {key: knobs}} of this GPU to the tuning file; other entries stay.
-
-    Raises:
-        ValueError: the file that is there is no tuning file, or there is no folder to put one in.
-    """
-    path = tuning_file()
-    if path is None:
-        raise ValueError("tuning file: there is no home folder; set HFKVQ_TUNING to a file name.")
-    try:
-        data = _parse(path) if path.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"tuning file: {path} is something else ({error}) Move it, or set HFKVQ_TUNING.") from error
-    own = data.setdefault(gpu_key(_gpu(device)[0]), {})
-    for kernel, keys in found.items():
-        own.setdefault(kernel, {}).update({key: dict(knobs) for key, knobs in keys.items()})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Replacing the file leaves other processes the old one or the new one.
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-        file.write(json.dumps(data, indent=2, sort_keys=True) + "\n")
-    os.replace(file.name, path)
-    reload()
-    return path

@@ -2,7 +2,7 @@
 
 from .chat import Example
 from .model import load_reference, reference_path, with_outliers
-from .plain import PLAIN_TASKS, is_plain, next_choices
+from .plain import PLAIN_TASKS, is_plain
 from .tasks import EVALUATION_TASKS, arithmetic, evaluation_set, recall
 from .tool_calls import tools
 
@@ -14,7 +14,6 @@ __all__ = [
     "evaluation_set",
     "is_plain",
     "load_reference",
-    "next_choices",
     "recall",
     "reference_path",
     "tools",

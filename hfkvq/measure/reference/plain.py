@@ -9,15 +9,12 @@ from __future__ import annotations
 import random
 from functools import cache
 
-from hfkvq.measure.texts import KINDS, read_text
+from hfkvq.measure.texts import read_text
 
 from .chat import Example
 from .people import WORDS, random_stream
 
 PLAIN_TASKS = ("passkey", "needle", "copy")
-
-_PIECE = 80
-"""Characters that are to be chosen from."""
 
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 # Characters of a token, about: of such sentences and of verse.
@@ -74,26 +71,6 @@ _MAKERS = {"passkey": passkey, "needle": needle, "copy": copy}
 def is_plain(task: str) -> bool:
     """True if a task, by its name with its size, is one of `PLAIN_TASKS`."""
     return task.partition("-")[0] in PLAIN_TASKS
-
-
-def next_choices(size: int, *, seed: int) -> tuple[str, list[str], int]:
-    """A passage of one of the four texts, four pieces of the same text and length, and which of them follows it.
-
-    Args:
-        size: tokens of the passage, about.
-        seed: the example's number; the texts take turns.
-    """
-    rng = random_stream("eval", f"next-{size}", seed)
-    text = read_text(KINDS[seed % len(KINDS)])
-    length = round(size * _OF_PLAY)
-    begin = rng.randrange(len(text) - length - _PIECE)
-    # Others overlap neither each other nor what was read.
-    starts = [at for at in range(0, len(text) - _PIECE, _PIECE) if not begin - _PIECE < at < begin + length + _PIECE]
-    places = [begin + length, *rng.sample(starts, 3)]
-    choices = [text[at : at + _PIECE] for at in places]
-    rng.shuffle(choices)
-    end = begin + length
-    return text[begin:end], choices, choices.index(text[end : end + _PIECE])
 
 
 def plain(kind: str, size: int, *, seed: int) -> Example:
