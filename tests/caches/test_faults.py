@@ -177,7 +177,11 @@ def check_forward(model, name, capacity, tokens, most):
 
 @pytest.mark.parametrize(
     ("name", "tokens", "capacity"),
-    [(name, tokens, (None, 120)[(i + tokens) % 2]) for i, name in enumerate(KINDS) for tokens in (1, 30)],
+    [
+        pytest.param(name, tokens, (None, 120)[(i + tokens) % 2], marks=[pytest.mark.slow] * ((i + at) % 2))
+        for i, name in enumerate(KINDS)
+        for at, tokens in enumerate((1, 30))
+    ],
 )
 def test_an_interrupted_forward(model, name, tokens, capacity):
     check_forward(model, name, capacity, tokens, 5)

@@ -121,7 +121,7 @@ def ours(family, attention, run, scheme=FULL, **kwargs):
 
 
 # Families whose layers all attend in full, as Llama's do.
-LIKE_LLAMA = ("qwen2", "qwen3", "qwen3-moe", "mistral", "phi3", "glm4")
+LIKE_LLAMA = ("qwen3", "qwen3-moe", "qwen2", "mistral", "phi3", "glm4")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,14 @@ LIKE_LLAMA = ("qwen2", "qwen3", "qwen3-moe", "mistral", "phi3", "glm4")
         *(("llama", mode) for mode in MODES),
         *(("gemma3", mode) for mode in ("beams", "assisted")),
         *(("gpt-oss", mode) for mode in ("chunked", "turns")),
-        *((family, "turns" if family in ("deepseek-v3", "doge") else "padding") for family in FAMILIES),
+        *(
+            pytest.param(
+                family,
+                "turns" if family in ("deepseek-v3", "doge") else "padding",
+                marks=[pytest.mark.slow] * (family in LIKE_LLAMA[2:]),
+            )
+            for family in FAMILIES
+        ),
     ],
 )
 def test_lossless_is_dynamic_cache(family, mode):

@@ -260,7 +260,9 @@ def test_a_call_takes_over_the_buffers_of_the_last(model):
     """Without capturing anew; until it is undone."""
     ids, used = prompt(1, LENGTH), hfkvq.use(model, "full")
     want = model.generate(ids, **OPTIONS)
-    made, kept = PythonGraph.made, {x.data_ptr() for x in used.kept}
+    # Held on to, so that other buffers lie elsewhere.
+    held = used.kept
+    made, kept = PythonGraph.made, {x.data_ptr() for x in held}
     assert made
     assert kept
     for _ in range(2):

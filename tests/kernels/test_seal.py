@@ -177,7 +177,7 @@ KINDS = ["outliers", "constant", "offset", "subnormal", "zeros", "huge", "bad"]
 
 
 @pytest.mark.interpreted(
-    *("2c32p32+4x8+16x8", "2t24p8", "8t32p32", "4c16p32nf4", "4t32p32f2"), turns=2, over=("spec", "kind")
+    *("2c32p32+4x8+16x8", "2t24p8", "8t32p32", "4c16p32nf4", "4t32p32f2"), turns=3, over=("spec", "kind")
 )
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("spec", "side", "head_dim"), ADVERSE)

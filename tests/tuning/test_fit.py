@@ -102,7 +102,7 @@ def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
     kind, evicts = get_preset(name), get_scheme(name).evicts
     if evicts:
         kind = get_scheme(name, budget_tokens=150, window=min(get_scheme(name).window, 64))
-    cache, generated, most = MixedKVCache(config, kind, graphs=False), 140, 0
+    cache, generated, most = MixedKVCache(config, kind, graphs=False), 100, 0
     layer = cache.layers[0]
     step = chunk or prompt
     for size in [min(step, prompt - at) for at in range(0, prompt, step)] + [1] * generated:
