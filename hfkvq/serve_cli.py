@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Annotated
+import os
+import sys
+from enum import Enum
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -20,6 +23,16 @@ from hfkvq.terminal import (
 )
 
 app = typer.Typer()
+
+VLLM_REQUESTS = 256
+"""Requests at a time in vLLM, where the user does not say: its own default has too many for windows in 16 bits."""
+
+
+class Engine(str, Enum):
+    """Choices of --engine."""
+
+    transformers = "transformers"
+    vllm = "vllm"
 
 
 @app.command()
@@ -48,11 +61,27 @@ def serve(
     ] = None,
     device: Device = "auto",
     dtype: ModelDType = DType.auto,
+    engine: Annotated[Engine, typer.Option(help="Transformers' own server, or vLLM's (0.25).")] = Engine.transformers,
 ) -> None:
     """Serve a model with an OpenAI-compatible API, streaming, continuous batching and a compressed cache.
 
     Clients use the model's name as given here. GET /metrics reports users, tokens, bytes and bits.
     """
+    if engine is Engine.vllm:
+        refused = {
+            "--num-blocks": num_blocks,
+            "--request-tokens": request_tokens,
+            "--max-memory-percent": max_memory_percent,
+            "--device": None if device in ("auto", "cuda") else device,
+        }
+        for name, value in refused.items():
+            if value is not None:
+                fail(
+                    f"{name}: got {value}, but vLLM has no such option; leave it out, or use vllm serve (docs/vllm.md)."
+                )
+        requests = VLLM_REQUESTS if max_requests is None else max_requests
+        given = {"max-num-seqs": requests, "max-num-batched-tokens": max_batch_tokens, "dtype": dtype.value}
+        become_vllm(model, scheme, {"host": host, "port": port, **given})
     import torch
 
     from hfkvq.caches.schemes.preset import get_preset
@@ -88,3 +117,23 @@ def serve(
         server.wait()
     except KeyboardInterrupt:
         server.close()
+
+
+def become_vllm(model: str | None, scheme: str, options: dict[str, object]) -> NoReturn:
+    """Ends this process as vLLM's server of a model, with the plug-in's scheme.
+
+    Args:
+        model: the name that clients use.
+        options: of vLLM's server, by name; those that are None are left out.
+    """
+    from hfkvq.caches import get_scheme
+    from hfkvq.measure.models import find_model
+    from hfkvq.vllm import DTYPE
+
+    if importlib.util.find_spec("vllm") is None:
+        fail("engine: vllm is not installed; pip install 'vllm==0.25.*', or leave out --engine.")
+    get_scheme(scheme)
+    options |= {"served-model-name": model or "reference", "attention-backend": "CUSTOM", "kv-cache-dtype": DTYPE}
+    words = [str(word) for name, value in options.items() if value is not None for word in (f"--{name}", value)]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", find_model(model).path, *words]
+    os.execve(sys.executable, command, {**os.environ, "HFKVQ_SCHEME": scheme})

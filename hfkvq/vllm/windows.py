@@ -332,9 +332,8 @@ class WindowPages(LayerPages):
 
     def restore(self, table: Tensor, claim: Claim) -> None:
         """Fills the first pages of requests that are new to their slots."""
-        for at, side in enumerate(SIDES):
-            fmt = self.form.runs[0][at]
-            kernels.restore(self.windows[at], self.parts[at], table, claim.due, claim.source, claim.slot, fmt, side)
+        (keys, values), rest = self.parts, (claim.due, claim.source, claim.slot, self.form)
+        kernels.restore(self.windows[:2], [table, *keys, *values], *rest)
 
     def attend_step(self, query: Tensor, rows: WindowSteps, scaling: float) -> Tensor:
         """Attention (R, Hq, D) of one token of each request, (R, Hq, D)."""

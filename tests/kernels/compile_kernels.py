@@ -321,6 +321,8 @@ def step_in_slots(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, 
     new, asked = tensor(rows, heads, 1, dim, dtype), tensor(rows, 4 * heads, 1, dim, dtype)
     kernels.append(new, new, numbers, windows, form, state.rows)
     attend_and_seal(asked, asked, 1, AttentionArguments(0.1), state, plan)
+    pages = [torch.zeros(slots, heads, unit, dim, dtype=dtype) for _ in SIDES]
+    kernels.restore(pages, state.flat_runs(), numbers[0], numbers[0], numbers[0], form)
 
 
 IN_SLOTS = (

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch import reference
-from ..pages import PageFormat, Side
+from ..pages import SIDES, StoreFormat
 from ._lib import DOT_DTYPES, Page, cdiv, load_page_in_order, page_block, page_shape, power
 from .hadamard import saturated
 from .launch import Launch
@@ -21,73 +21,77 @@ TILE, WARPS = 4096, 4
 """Elements of a page that a program takes, and its warps."""
 
 
-@triton.jit(do_not_specialize=["N"])
-def restore_kernel(
-    windows, table, due, source, rows, page, N, H: tl.constexpr, SHAPE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
+@triton.jit
+def restore_side(
+    window, table, page, i_from, i_to, i_b, i_h, i_slot, N, H, SHAPE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
 ):
-    """BT tokens of one head of a row's first page."""
-    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    if tl.load(due + i_b) == 0:
-        return
+    """BT tokens of one head of one side."""
     D: tl.constexpr = SHAPE.D
     G: tl.constexpr = SHAPE.G
-    i_from = tl.load(source + i_b).to(tl.int64)
-    i_to = tl.load(rows + i_b).to(tl.int64)
-    i_slot = i_t * BT
     o_t = i_slot + tl.arange(0, BT)
     o_d = tl.arange(0, BD)
     m_x = (o_t < G)[:, None] & (o_d < D)[None, :]
     o_x = o_t[:, None] * D + o_d[None, :]
-    p_to = windows + (i_to * H + i_h) * (G * D) + o_x
+    p_to = window + (i_to * H + i_h) * (G * D) + o_x
     if i_from >= 0:
-        tl.store(p_to, tl.load(windows + (i_from * H + i_h) * (G * D) + o_x, mask=m_x, other=0.0), mask=m_x)
+        tl.store(p_to, tl.load(window + (i_from * H + i_h) * (G * D) + o_x, mask=m_x, other=0.0), mask=m_x)
     else:
         i_head = tl.load(table + i_b * N).to(tl.int64) * H + i_h
         b_x = load_page_in_order(page, i_head, i_slot, o_t < G, SHAPE, BT, BD)
-        tl.store(p_to, saturated(b_x.to(tl.float32), windows.dtype.element_ty), mask=m_x)
+        tl.store(p_to, saturated(b_x.to(tl.float32), window.dtype.element_ty), mask=m_x)
+
+
+@triton.jit(do_not_specialize=["N"])
+def restore_kernel(
+    window_k, window_v, due, source, rows, table, keys, values, N, H: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, BT: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    """BT tokens of one head of a row's first page, of both sides."""
+    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    if tl.load(due + i_b) == 0:
+        return
+    i_from = tl.load(source + i_b).to(tl.int64)
+    i_to = tl.load(rows + i_b).to(tl.int64)
+    restore_side(window_k, table, keys, i_from, i_to, i_b, i_h, i_t * BT, N, H, KEYS, BT, BDK)
+    restore_side(window_v, table, values, i_from, i_to, i_b, i_h, i_t * BT, N, H, VALUES, BT, BDV)
 
 
 @lru_cache(maxsize=256)
-def _launch(fmt: str, side: Side, shape: tuple[int, ...], rows: int, blocks: int, device: torch.device) -> Launch:
-    form, (_, heads, page, head_dim) = PageFormat.parse(fmt), shape
-    block = page_block(form, head_dim, TILE, 1)
-    constants = {
-        "H": heads,
-        "SHAPE": page_shape(form, side, head_dim),
-        "BT": block,
-        "BD": max(16, power(head_dim)),
-        "num_warps": WARPS,
-        # The reference multiplies and adds, and rounds both.
-        "enable_fp_fusion": False,
-    }
-    at = [form.names.index(name) if name in form.names else None for name in Page._fields]
+def _launch(store: str, heads: int, dims: tuple[int, int], rows: int, blocks: int, device: torch.device) -> Launch:
+    formats = StoreFormat.parse(store).runs[0]
+    block = min(page_block(fmt, dim, TILE, 1) for fmt, dim in zip(formats, dims, strict=True))
+    shapes = [page_shape(fmt, side, dim) for fmt, side, dim in zip(formats, SIDES, dims, strict=True)]
+    # The reference multiplies and adds, and rounds both.
+    constants = {"H": heads, "KEYS": shapes[0], "VALUES": shapes[1], "BT": block, "enable_fp_fusion": False}
+    constants |= {"BDK": max(16, power(dims[0])), "BDV": max(16, power(dims[1]))}
+    at, begin = [], 6
+    for fmt in formats:
+        at.append([begin + fmt.names.index(name) if name in fmt.names else None for name in Page._fields])
+        begin += len(fmt.names)
 
     def nest(given: Sequence[Any]) -> tuple[Any, ...]:
-        parts = [None if i is None else given[5 + i] for i in at]
-        if isinstance(parts[0], Tensor) and form.bits == 8:
-            # Bytes stand in for fp8, a type that some GPUs lack.
-            parts[0] = parts[0].view(torch.uint8)
-        return (*given[:5], Page(*parts))
+        pages = [[None if i is None else given[i] for i in side] for side in at]
+        for page, fmt in zip(pages, formats, strict=True):
+            if isinstance(page[0], Tensor) and fmt.bits == 8:
+                # Bytes stand in for fp8, a type that some GPUs lack.
+                page[0] = page[0].view(torch.uint8)
+        return (*given[:6], *(Page(*page) for page in pages))
 
-    return Launch(restore_kernel, (cdiv(page, block), rows * heads), {"N": blocks}, constants, device, nest)
+    grid = (cdiv(formats[0].page_size, block), rows * heads)
+    return Launch(restore_kernel, grid, {"N": blocks}, {**constants, "num_warps": WARPS}, device, nest)
 
 
 def restore_triton(
-    windows: Tensor,
-    parts: Sequence[Tensor],
-    table: Tensor,
-    due: Tensor,
-    source: Tensor,
-    rows: Tensor,
-    fmt: str,
-    side: Side,
+    windows: Sequence[Tensor], run: Sequence[Tensor], due: Tensor, source: Tensor, rows: Tensor, store: str
 ) -> None:
     """Launcher of `hfkvq.kernels.restore`; what the interpreter would truncate takes the reference."""
-    if windows.dtype not in DOT_DTYPES or (not windows.is_cuda and windows.dtype == torch.bfloat16):
-        return reference("restore")(windows, parts, table, due, source, rows, fmt, side)
-    assert all([x.is_contiguous() for x in (windows, *parts)]), "written in place"
+    keys, values = windows
+    if keys.dtype not in DOT_DTYPES or (not keys.is_cuda and keys.dtype == torch.bfloat16):
+        return reference("restore")(windows, run, due, source, rows, store)
+    table, *parts = run
+    assert all([x.is_contiguous() for x in (keys, values, *parts)]), "written in place"
     if len(rows):
-        launch = _launch(fmt, side, windows.shape, len(rows), table.shape[1], windows.device)
-        launch(windows, table.contiguous(), due, source, rows, *parts)
+        sizes = keys.shape[1], (keys.shape[3], values.shape[3]), len(rows), table.shape[1]
+        _launch(store, *sizes, keys.device)(keys, values, due, source, rows, table.contiguous(), *parts)
     return None
