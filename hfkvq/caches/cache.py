@@ -25,8 +25,10 @@ from .base.config_switch import NAME, add_cache, restore, switch
 from .base.model_calls import CallInterceptor, intercept, is_inside_call, with_cache
 from .base.model_config import head_dim_of, stock_layers, text_config
 from .base.recorded import DeviceSync, is_captured, is_recorded, uneven
+from .budget import Budget, parse_memory
 from .cache_file import below, packed_layer, read_file, unpack_layer, write_file
 from .compile import compile_kernels
+from .layer_state.query_statistics import QueryStatistics
 from .layer_state.smoothing import layers_that_mix, measure, warn_of_noise
 from .layer_state.update import as_stored
 from .layers import transactions
@@ -139,6 +141,8 @@ class MixedKVCache(Cache):
         model_or_config: Any,
         scheme: Preset | Scheme | str | Path = DEFAULT_SCHEME,
         *,
+        memory: int | str | None = None,
+        order: Iterable[tuple[int, str]] | None = None,
         layers: Mapping[str | int, Any] | None = None,
         max_cache_len: int | None = None,
         graphs: bool | None = None,
@@ -159,8 +163,15 @@ class MixedKVCache(Cache):
             raise ValueError(f"max_cache_len: got {max_cache_len!r}, allowed a positive number of tokens or None.")
         if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 <= headroom <= 4:
             raise ValueError(f"headroom: got {headroom!r}, allowed a number from 0 to 4, e.g. 0.25.")
-        self.preset = get_preset(scheme, layers, **checked_knobs(scheme, knobs))
         text = text_config(config)
+        self.budget = None if memory is None else _budget_of(memory, order, text, device_of(model_or_config))
+        if order is not None and memory is None:
+            raise ValueError("order: got one without memory=, which says when layers go down; pass memory='6GiB'.")
+        if self.budget is not None:
+            _take_no_scheme(scheme, layers, knobs, self.budget, attach and not debug, offloading)
+            self.preset = self.budget.preset()
+        else:
+            self.preset = get_preset(scheme, layers, **checked_knobs(scheme, knobs))
         # Configs of encoder-decoders are copies (`get_text_config`), at which no module looks.
         self._crosses = config.is_encoder_decoder or text.is_encoder_decoder
         self._attachable = not self._crosses and is_attachable(text)
@@ -170,6 +181,8 @@ class MixedKVCache(Cache):
         super().__init__(layers=made.layers)
         self._compressed, self._recordable, self._flex = made.compressed, made.sync is not None, False
         self.config, self._capacity, self._debug = text, max_cache_len, debug
+        if self.budget is not None:
+            self._check_for_budget(None if made.sync is not None else "its steps cannot be recorded", name)
         # Cross-attention is given an image's tokens.
         others = set(getattr(text, "cross_attention_layers", None) or ())
         known = [i for i, layer in enumerate(self.layers) if seen_by(layer) is not None and i not in others]
@@ -185,7 +198,7 @@ class MixedKVCache(Cache):
         if made.sync is not None:
             made.sync.headroom = headroom
         if made.captured and made.sync is not None:
-            self.graphs = StepGraphs(self, self.preset, made.sync)
+            self.graphs = StepGraphs(self, self.preset, made.sync, self.budget is None)
         if attach and made.compressed:  # Masks of other models stay as they are, too: Moshi's do not slide.
             switch(text, self)
         if isinstance(model_or_config, torch.nn.Module):
@@ -198,6 +211,20 @@ class MixedKVCache(Cache):
         if made.preset != preset:
             raise ValueError(f"options: got {', '.join(options)}, allowed no knobs: the scheme is {preset.scheme}")
         return made
+
+    def _check_for_budget(self, why: str | None, name: str) -> None:
+        """Raises ValueError where bytes cannot be known beforehand; layers count the queries of prompts otherwise."""
+        layers = self.compressed_layers
+        if why is None and len(layers) < len(self.layers):
+            why = "some layers are not held in pages"
+        if why is None and any(layer.window or layer.holds_latents or layer.own_attention for layer in layers):
+            why = "layers have sliding windows or latents"
+        if why is not None or not layers:
+            raise ValueError(f"memory: not for {name}, since {why}; choose a scheme, e.g. 'best-3.4'.")
+        for layer in layers:
+            assert layer.buffer is not None, "steps may be recorded"
+            # Keys are weighed by queries as they go down; until then, those of prompts are counted.
+            layer.queries = layer.buffer.queries = QueryStatistics("query" not in layer.scheme.needs)
 
     # The model, and the layers.
 
@@ -392,6 +419,8 @@ class MixedKVCache(Cache):
 
     def _before_first_layer(self, key_states: torch.Tensor) -> None:
         self._find_smoothing()
+        if self.budget is not None:
+            self.budget.reserve(self, key_states.shape[2], key_states)
         self._warn_of_unknown_model(key_states.device)
         if isinstance(self.scheme, EvictionScheme) and not seen_by(self.layers[max(self._first, 0)]):
             warn_of_loss(self.scheme, key_states.shape[2], len(self.layers))
@@ -486,6 +515,28 @@ class MixedKVCache(Cache):
                 self.layers[i] = fresh[i]
         super().activate_past_recording()
 
+    # A budget in bytes.
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes that the cache was given with ``memory=``; None without. A smaller number takes it down at once.
+
+        Raises:
+            ValueError: set to what the cache cannot go down to, or of a cache without a budget. Nothing is changed.
+        """
+        return None if self.budget is None else self.budget.limit
+
+    @memory_limit.setter
+    def memory_limit(self, memory: int | str) -> None:
+        if self.budget is None:
+            raise ValueError("memory_limit: this cache was made without memory=, so its scheme stays; make another.")
+        self.budget.set_limit(self, parse_memory(memory, torch.device("cpu")))
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for a captured step of so many tokens within the budget, if there is one."""
+        if self.budget is not None:
+            self.budget.reserve(self, tokens)
+
     # Steps.
 
     def step(self, model: torch.nn.Module, input_ids: torch.Tensor, **kwargs: Any) -> Any:
@@ -537,6 +588,8 @@ class MixedKVCache(Cache):
         """Takes back the newest tokens; see `KVLayer.crop`. Nothing is changed if that cannot be done in any layer."""
         tokens, beside = transactions.tokens_of(tokens_to_remove), self._beside("crop")
         if tokens < 0 or self.graphs is None or not self.graphs.rollback(tokens):
+            if self.budget is not None and tokens > 0:
+                self.budget.before_change(self)
             transactions.crop(self._parts, -tokens, beside)
             return
         for _, act in beside:
@@ -559,6 +612,9 @@ class MixedKVCache(Cache):
         self._take_rows("batch_select_indices", indices)
 
     def _take_rows(self, verb: str, given: Any) -> None:
+        if self.budget is not None and self.get_seq_length():
+            layer = self.compressed_layers[0]
+            self.budget.before_change(self, len(transactions.rows_of(verb, given, layer.batch_size)))
         transactions.take_rows(verb, given, self._parts, lambda rows: self._beside("rows", rows))
 
     def reset(self) -> None:
@@ -757,6 +813,7 @@ class MixedKVCache(Cache):
         new.__dict__.update(self.__dict__)
         new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
         add_cache(self.config, new)
+        new.budget = copy.copy(self.budget)
         if self.graphs is not None:
             new.graphs = new._new_graphs()
         return new
@@ -765,7 +822,7 @@ class MixedKVCache(Cache):
         """Graphs of its own for a cache that has come from another one."""
         sync = self._sync
         assert sync is not None, "steps were captured"
-        return StepGraphs(self, self.preset, sync)
+        return StepGraphs(self, self.preset, sync, self.budget is None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the config, which belongs to the model."""
@@ -777,6 +834,25 @@ class MixedKVCache(Cache):
         self.__dict__.update(state, config=PreTrainedConfig(), _model=None)
         self.graphs = self._new_graphs() if state["graphs"] else None
         register()
+
+
+def _budget_of(memory: Any, order: Any, text: PreTrainedConfig, device: torch.device) -> Budget:
+    """The budget of a cache of a model of this text config."""
+    dim = head_dim_of(text)
+    if dim is None:
+        raise ValueError(f"memory: {text.model_type} has heads of no one dimension; choose a scheme, e.g. 'best-3.4'.")
+    return Budget(parse_memory(memory, device), len(stock_layers(text)), dim, order)
+
+
+def _take_no_scheme(scheme: Any, layers: Any, knobs: Any, budget: Budget, can: bool, offloading: Any) -> None:
+    """Has the budget stand where a saved cache's layers do; refuses any other scheme, and what no budget is for."""
+    if not can or offloading is not False:
+        raise ValueError("memory: not with attach=False, debug=True or offloading: pages must lie in step buffers.")
+    if scheme != DEFAULT_SCHEME:
+        budget.adopt(get_preset(scheme, layers, **checked_knobs(scheme, knobs)).by_layer(budget.layers))
+    elif layers is not None or knobs:
+        given = ", ".join(["layers"] * (layers is not None) + list(checked_knobs(scheme, knobs)))
+        raise ValueError(f"{given}: not with memory=, by which the cache chooses; leave one of them out.")
 
 
 def device_of(model_or_config: Any) -> torch.device:

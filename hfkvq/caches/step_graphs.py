@@ -199,6 +199,7 @@ class CapturableCache(Protocol):
     def states(self) -> StatePlaces: ...
 
     def note_step(self, input_ids: Tensor | None) -> None: ...
+    def reserve(self, tokens: int) -> None: ...
     def level_pages(self, seen: int | None = None) -> None: ...
 
 
@@ -222,6 +223,7 @@ class StepGraphs:
 
     Args:
         preset: of the cache, by name and knobs.
+        leaves: whether the buffers of a cache that is gone are left to the next one; not where bytes are counted.
 
     Attributes:
         fuses: whether modules around attention are fused in captured steps.
@@ -229,7 +231,7 @@ class StepGraphs:
         states: recurrent ones, of the cache.
     """
 
-    def __init__(self, cache: CapturableCache, preset: Any, sync: DeviceSync) -> None:
+    def __init__(self, cache: CapturableCache, preset: Any, sync: DeviceSync, leaves: bool = True) -> None:
         self.fuses = read_switch("HFKVQ_FUSION", True, "modules of captured steps are fused")
         self.sync = sync
         sync.captured = True
@@ -238,9 +240,10 @@ class StepGraphs:
         self._failed: dict[Any, str] = {}
         self._preset = repr(preset)
         offloaded = [member.layer.offloaded for member in sync.members]
-        self.spare = SpareBuffers.of(cache.config, repr((preset, sync.first.layer.capacity, offloaded)))
+        kind = repr((preset, sync.first.layer.capacity, offloaded))
+        self.spare = SpareBuffers.of(cache.config, kind) if leaves else SpareBuffers(cache.config)
         self.states = cache.states
-        if sync.first.layer.capacity is None:
+        if sync.first.layer.capacity is None and leaves:
             release = weakref.finalize(cache, StepGraphs.release, self)
             release.atexit = False
 
@@ -383,6 +386,7 @@ class StepGraphs:
             return False, None
         if sync.stale:
             sync.catch_up()
+        cache.reserve(step.tokens)
         buffers = self.find_room(step.tokens)
         if buffers is None:
             return False, None

@@ -518,10 +518,11 @@ class KVLayer(CacheLayerMixin):
 
         For attention with a softcap or sinks, which is not blind to a number that is added to all logits of a query.
         """
-        own = self.smoothing
-        if own is None or self._keeps_logits:
-            return
+        own, known = self.smoothing, self._keeps_logits
+        # A budget may have keys smoothed later.
         self._keeps_logits = True
+        if own is None or known:
+            return
         staged = self.staged
         if not own.shifts:
             return

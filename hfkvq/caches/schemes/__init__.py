@@ -11,6 +11,7 @@ from .latent import Latent as Latent
 from .mixkvq import MixKVQ as MixKVQ
 from .pyramidkv import PyramidKV as PyramidKV
 from .saw import SawInt4 as SawInt4
+from .sides import Sides as Sides
 from .snapkv import SnapKV as SnapKV
 from .streaming import StreamingLLM as StreamingLLM
 from .tova import TOVA as TOVA

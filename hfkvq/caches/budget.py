@@ -1,0 +1,548 @@
+"""A budget in bytes: a cache in 16 bits while there is room, whose layers' keys or values then go down a ladder.
+
+The budget decides before tokens come, and before rows or lengths change. Each layer lies in one step buffer, so that
+what the cache holds is known beforehand, to the byte: `Budget.peak`. Where that would pass the limit, the sides that
+cost least go down a rung, a layer at a time: beside the layers there is never more than one further buffer.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace as replaced
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels.pages import Side
+from hfkvq.kernels.step import MAX_STEP, Allocation, StepPlan, buffer_bytes, views_of_buffer
+from hfkvq.sizes import parse_size
+
+from .base.capture import RECORDERS
+from .layer_state.base import ROLLBACK, unchanged_on_error
+from .layer_state.smoothing import KeySmoothing, measure, of_keys
+from .layers.layer import KVLayer
+from .layers.memory import format_bytes, held_bytes
+from .schemes.base import Scheme, get_scheme
+from .schemes.preset import Preset
+from .schemes.sides import Sides
+from .steps.step_buffer import LEAST_HEADROOM, room_ahead, sealing_rules
+from .store import SIDES
+from .store.relaid import Reader, basis_change, relaid, relaid_scratch
+from .store.windows import tail_limits
+
+LADDER = ("full", "best-4.3", "best-2.5")
+"""Schemes that layers go down by: 16 bits, 4 bits, and 2 bits with the strongest key channels in 4."""
+
+MARGIN = 0.9
+"""Share of the device's free memory that ``memory="auto"`` takes: what attention computes needs some of it."""
+
+AHEAD = 0.125
+"""Share of its tokens by which a cache that steps down makes room: few changes in all."""
+
+Rungs = tuple[tuple[int, int], ...]
+"""Rung of each layer's keys and values."""
+
+
+class Move(NamedTuple):
+    """A step down: a layer's keys or values come to a rung."""
+
+    layer: int
+    side: Side
+    rung: int
+
+
+class Shape(NamedTuple):
+    """Shape of the layers' stores.
+
+    Attributes:
+        captured: whether steps over the buffers are captured; then tails are as long as they may become.
+        hold: newest tokens that stay unsealed, beyond what the layout says.
+    """
+
+    rows: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+    captured: bool
+    hold: int
+
+    @property
+    def token(self) -> int:
+        """Bytes of a token's keys and values in the model's dtype, of one layer and all rows."""
+        size = getattr(torch, self.dtype.removeprefix("torch.")).itemsize
+        return self.rows * self.heads * (self.key_dim + self.value_dim) * size
+
+
+@lru_cache(maxsize=4096)
+def plan_of(scheme: Scheme, shape: Shape, room: int) -> StepPlan:
+    """The plan of a layer's buffer for so many tokens; that of `step_buffer.make_plan`, before there is a store."""
+    layout = scheme.layout(shape.key_dim, shape.value_dim)
+    behind = max(room - layout.sink, 0)
+    limits = tail_limits(layout, shape.hold)
+    keys, values = (limits[side] if shape.captured else min(limits[side], max(behind, MAX_STEP)) for side in SIDES)
+    rule, query = sealing_rules(scheme, layout, shape.key_dim)
+    return StepPlan(
+        store=layout.store.spec,
+        rows=shape.rows,
+        heads=shape.heads,
+        key_dim=shape.key_dim,
+        value_dim=shape.value_dim,
+        dtype=shape.dtype,
+        blocks=(-(-behind // layout.keys.formats[0].page_size),),
+        tails=(keys, values),
+        local=(max(layout.keys.local, shape.hold), max(layout.values.local, shape.hold)),
+        unit=(layout.keys.unit, layout.values.unit),
+        capacity=room,
+        rule=rule,
+        query=query,
+        balance=(layout.keys.balance, layout.values.balance),
+    )
+
+
+@lru_cache(maxsize=4096)
+def layer_bytes(scheme: Scheme, shape: Shape, room: int) -> int:
+    """Bytes of a layer's buffer for so many tokens."""
+    return buffer_bytes(plan_of(scheme, shape, room))
+
+
+@lru_cache(maxsize=4096)
+def window_bytes(scheme: Scheme, shape: Shape, room: int) -> int:
+    """Most bytes that a change of rows or lengths copies of a layer: its windows, and pages that are not full."""
+    plan = plan_of(scheme, shape, room)
+    page = plan.format.runs[0][0].page_size
+    tokens = plan.format.sink + sum(plan.tails)
+    return 2 * (shape.token * (tokens + 4 * page + max(plan.local)) + 8 * shape.rows * (plan.blocks[0] + 64))
+
+
+def default_order(layers: int, rungs: int) -> list[tuple[int, Side]]:
+    """Sides of layers in the order in which they go down, where none was measured: by depth.
+
+    Values go before keys, whose errors the softmax magnifies, and layers near both ends before those in the middle,
+    whose values the presets hold in more bits.
+    """
+
+    def inner(layer: int) -> float:
+        return abs((layer + 0.5) / layers - 0.575)
+
+    outside_in = sorted(range(layers), key=inner, reverse=True)
+    sides: tuple[Side, Side] = ("values", "keys")
+    return [(layer, side) for _ in range(1, rungs) for side in sides for layer in outside_in]
+
+
+def parse_memory(memory: Any, device: torch.device) -> int:
+    """Bytes of a budget as users write it.
+
+    Args:
+        memory: a number of bytes, a size ("6GiB"), or "auto".
+        device: of the model, whose free memory "auto" takes.
+
+    Raises:
+        ValueError: anything else; "auto" without a GPU.
+    """
+    if memory == "auto":
+        if device.type != "cuda":
+            raise ValueError(f"memory: got 'auto' on {device}, allowed where the model is on a GPU; say how much.")
+        free, _ = torch.cuda.mem_get_info(device)
+        # Memory that PyTorch has and does not use is free as well.
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(MARGIN * free)
+    if isinstance(memory, bool) or not isinstance(memory, (int, str)):
+        each = "; every cache has a budget of its own" if isinstance(memory, Budget) else ""
+        raise ValueError(f"memory: got {memory!r}, allowed bytes, a size like '6GiB', or 'auto'{each}.")
+    return parse_size(memory, "memory")
+
+
+class Budget:
+    """The budget of one cache, and where each layer stands on the ladder.
+
+    Attributes:
+        limit: most bytes that the cache holds.
+        ladder: schemes, widest first.
+        moves: steps down, in the order in which they are made.
+        rungs: where each layer's keys and values stand.
+    """
+
+    def __init__(self, limit: int, layers: int, dim: int, order: Iterable[tuple[int, str]] | None = None) -> None:
+        self.limit, self.layers, self.dim = limit, layers, dim
+        self.ladder = [get_scheme(scheme) for scheme in LADDER]
+        self.sink = max(scheme.layout(dim, dim).sink for scheme in self.ladder)
+        self.rungs: Rungs = ((0, 0),) * layers
+        self.moves = self._moves(default_order(layers, len(self.ladder)) if order is None else list(order))
+
+    def __repr__(self) -> str:
+        return f"Budget({format_bytes(self.limit)})"
+
+    def _moves(self, order: Sequence[tuple[int, str]]) -> list[Move]:
+        """Moves of an order; a rung of no fewer bits than the one above is passed over."""
+        found: list[Move] = []
+        stand: dict[tuple[int, str], int] = {}
+        for layer, side in order:
+            if side not in SIDES or type(layer) is not int or not 0 <= layer < self.layers:
+                raise ValueError(
+                    f"order: got {(layer, side)!r}, allowed pairs of a layer from 0 to {self.layers - 1} and 'keys' or "
+                    "'values'."
+                )
+            now = stand.get((layer, side), 0)
+            width = self._bits(layer, side, now)
+            down = next((r for r in range(now + 1, len(self.ladder)) if self._bits(layer, side, r) < width), None)
+            if down is not None:
+                found.append(Move(layer, side, down))
+                stand[layer, side] = down
+        return found
+
+    def _bits(self, layer: int, side: str, rung: int) -> float:
+        layout = self.ladder[rung].in_layer(layer, self.layers).layout(self.dim, self.dim)
+        fmt = (layout.keys if side == "keys" else layout.values).formats[0]
+        return 16.0 if fmt.bits == 16 else fmt.code_bits(self.dim)
+
+    def scheme(self, layer: int, rungs: tuple[int, int]) -> Scheme:
+        """The scheme of a layer on these rungs."""
+        return _sides(*(self.ladder[rung].in_layer(layer, self.layers) for rung in rungs), self.sink)
+
+    def schemes(self, rungs: Rungs | None = None) -> list[Scheme]:
+        """Schemes of all layers."""
+        return [self.scheme(i, own) for i, own in enumerate(self.rungs if rungs is None else rungs)]
+
+    def preset(self) -> Preset:
+        """The preset of what the layers are now: neighbours of one scheme are named together."""
+        main, pairs = self.scheme(0, (0, 0)), []
+        for scheme, group in itertools.groupby(enumerate(self.schemes()), key=lambda pair: pair[1]):
+            own = [i for i, _ in group]
+            if scheme != main:
+                pairs.append((str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}", scheme))
+        return Preset(main, tuple(pairs))
+
+    def adopt(self, schemes: Sequence[Scheme]) -> None:
+        """Stands where layers of these schemes do.
+
+        Raises:
+            ValueError: a scheme that is on no rung.
+        """
+        every = list(itertools.product(range(len(self.ladder)), repeat=2))
+        found: list[tuple[int, int]] = []
+        for i, scheme in enumerate(schemes):
+            own = next((rungs for rungs in every if self.scheme(i, rungs) == scheme), None)
+            if own is None:
+                raise ValueError(
+                    f"scheme: got {scheme.name!r} in layer {i}, which is no rung of the ladder; leave the scheme out: "
+                    "with memory= the cache chooses."
+                )
+            found.append(own)
+        self.rungs = tuple(found)
+
+    def down(self) -> Iterator[Rungs]:
+        """Rungs of all layers now, and after each further step down."""
+        now = list(self.rungs)
+        yield self.rungs
+        for layer, side, rung in self.moves:
+            keys, values = now[layer]
+            if rung > (keys if side == "keys" else values):
+                now[layer] = (rung, values) if side == "keys" else (keys, rung)
+                yield tuple(now)
+
+    def peak(self, rungs: Rungs, shape: Shape, room: int, tokens: int, extra: str = "") -> int:
+        """Most bytes that the cache holds at any time with buffers for ``room`` tokens a row.
+
+        All layers' buffers, their small tensors, and what there is beside for a time: tokens of a forward that are not
+        stored yet (those of one layer), or another buffer of the largest layer and what fills it.
+
+        Args:
+            tokens: of a forward that comes.
+            extra: "windows" for a change of rows or lengths, which copies windows and pages that are not full.
+        """
+        schemes = self.schemes(rungs)
+        held = [layer_bytes(scheme, shape, room) for scheme in schemes]
+        small = shape.rows * (shape.heads * (8 * shape.key_dim + 16) + 64) * len(held) + 32 * shape.rows * tokens
+        scratch = max(relaid_scratch(plan_of(scheme, shape, room)) for scheme in set(schemes))
+        staged = shape.token * max(tokens, MAX_STEP)
+        copies = sum(window_bytes(scheme, shape, room) for scheme in schemes) if extra else 0
+        return sum(held) + small + max(staged, max(held) + scratch) + copies
+
+    def choose(
+        self,
+        shape: Shape,
+        need: int,
+        tokens: int,
+        rooms: Callable[[bool], Sequence[int]],
+        extra: str = "",
+        more: int = 0,
+    ) -> tuple[Rungs, int]:
+        """Rungs and room that fit: as few steps down as possible, then as much room.
+
+        Args:
+            need: tokens of a row that must have a place.
+            rooms: rooms to try, the best first, on the rungs where the cache stands (True), or below them.
+            more: bytes that are held beside.
+
+        Raises:
+            ValueError: the whole ladder is not enough. Nothing is changed then.
+        """
+        last = self.rungs
+        for last in self.down():
+            for room in rooms(last is self.rungs):
+                if self.peak(last, shape, room, tokens, extra) + more <= self.limit:
+                    return last, room
+        # The ladder ends here, so there is no use in room ahead.
+        for room in rooms(True):
+            if self.peak(last, shape, room, tokens, extra) + more <= self.limit:
+                return last, room
+        least = self.peak(last, shape, rooms(True)[-1], tokens, extra) + more
+        raise ValueError(
+            f"memory: {need} tokens in {shape.rows} rows need {format_bytes(least)} in {self._names(last)}, but the "
+            f"budget is {format_bytes(self.limit)}; nothing was changed. Give the cache more (cache.memory_limit = ...), "
+            f"pass the prompt in chunks (prefill_chunk_size), use fewer rows, or begin with a shorter text."
+        )
+
+    def _names(self, rungs: Rungs) -> str:
+        return f"the last rung ({self.ladder[-1].layout(self.dim, self.dim).store.spec})" if rungs else "no layer"
+
+    # What a cache does.
+
+    def reserve(self, cache: Any, tokens: int, keys: Tensor | None = None) -> None:
+        """Makes room for ``tokens`` more of each row, before any of them comes.
+
+        Args:
+            keys: (B, H, t, D), of the first layer, by which an empty cache learns its shape.
+
+        Raises:
+            ValueError: the budget is not enough. Nothing is changed then.
+            torch.OutOfMemoryError: the device has less than the budget. Each layer is as before or as after.
+        """
+        layers: list[KVLayer] = cache.compressed_layers
+        first, sync = layers[0], cache._sync
+        if sync.stale:
+            sync.catch_up()
+        empty = not sync.seen
+        if empty and keys is None:
+            return
+        need = sync.seen + tokens
+        shape = self._shape(cache, keys)
+        rooms = self._rooms(cache, need, shape)
+        if empty:
+            self._begin(cache, shape, need, tokens, rooms)
+            return
+        has_room = all(x.buffer is not None and x.buffer.tensor is not None and need <= x.buffer.room for x in layers)
+        if has_room and (tokens <= MAX_STEP or self.peak(self.rungs, shape, first.buffer.room, tokens) <= self.limit):
+            return
+        cache._catch_up()
+        for layer in layers:
+            layer.settle()
+        rungs, room = self.choose(shape, need, tokens, rooms)
+        self._go(cache, shape, rungs, room)
+
+    def before_change(self, cache: Any, rows: int | None = None) -> None:
+        """Makes room for a change of rows or lengths, which holds the old and the new windows for a time.
+
+        Args:
+            rows: rows there will be; None for as many as there are.
+
+        Raises:
+            ValueError: the budget is not enough. Nothing is changed then.
+        """
+        layers: list[KVLayer] = cache.compressed_layers
+        if not layers[0].seen and not cache._sync.seen:
+            return
+        cache._catch_up()
+        for layer in layers:
+            layer.settle()
+        shape, need = self._shape(cache, None), layers[0].seen
+        room = max(need, *(x.buffer.room for x in layers))
+        held = [room] if room == need else [room, need]
+        if rows is not None and rows != shape.rows:
+            # Other rows are in memory of their own, until the old ones have gone.
+            new = shape._replace(rows=rows)
+            for rungs in self.down():
+                both = self.peak(rungs, new, need, 0) + sum(layer_bytes(x, shape, need) for x in self.schemes(rungs))
+                if both + sum(window_bytes(x, new, need) for x in self.schemes(rungs)) <= self.limit:
+                    break
+            else:
+                raise ValueError(
+                    f"memory: {shape.rows} rows cannot become {rows} within {format_bytes(self.limit)}; nothing was "
+                    "changed. Give the cache more (cache.memory_limit = ...), or begin with these rows."
+                )
+            held = [need]
+        else:
+            rungs, _ = self.choose(shape, need, 0, lambda _: held, "windows")
+        if rungs != self.rungs or any(x.buffer.room > held[0] or x.buffer.tensor is None for x in layers):
+            self._go(cache, shape, rungs, held[0])
+
+    def set_limit(self, cache: Any, limit: int) -> None:
+        """Another limit; a smaller one takes the cache down at once.
+
+        Raises:
+            ValueError: what the cache holds cannot be made so small. Nothing is changed then.
+        """
+        before, self.limit = self.limit, limit
+        layers: list[KVLayer] = cache.compressed_layers
+        try:
+            cache._catch_up()
+            if not layers[0].seen or limit >= before:
+                return
+            for layer in layers:
+                layer.settle()
+            shape, need = self._shape(cache, None), layers[0].seen
+            room = max(need, *(x.buffer.room for x in layers))
+            rungs, room = self.choose(shape, need, 0, lambda stays: [room, need] if stays else [need])
+        except BaseException:
+            self.limit = before
+            raise
+        self._go(cache, shape, rungs, room)
+
+    def _shape(self, cache: Any, keys: Tensor | None) -> Shape:
+        first: KVLayer = cache.compressed_layers[0]
+        hold = ROLLBACK if first.record_past else 0
+        if keys is not None:
+            rows, heads, _, dim = keys.shape
+            captured = cache._sync.captured and keys.device.type in RECORDERS
+            return Shape(rows, heads, dim, dim, str(keys.dtype), captured, hold)
+        store, buffer = first.held(), first.buffer
+        assert buffer is not None, "a cache with a budget has buffers"
+        dims = store.dims
+        return Shape(
+            first.batch_size, store.heads, dims["keys"], dims["values"], str(store.dtype), buffer.replays, hold
+        )
+
+    def _rooms(self, cache: Any, need: int, shape: Shape) -> Callable[[bool], Sequence[int]]:
+        """Rooms to try for so many tokens, the largest first."""
+        capacity = cache.compressed_layers[0].capacity
+        if capacity is not None:
+            return lambda stays: [capacity]
+        page = max(scheme.layout(self.dim, self.dim).keys.formats[0].page_size for scheme in self.ladder)
+        headroom = cache._sync.headroom
+        least = need + (min(LEAST_HEADROOM, page) if shape.captured and headroom else page)
+
+        def rooms(stays: bool) -> Sequence[int]:
+            if not (shape.captured and headroom):
+                return [least, need] if stays else [least]
+            most = room_ahead([], need, headroom if stays else min(headroom, AHEAD), True)
+            # Halving what is ahead; exactly what is needed comes last.
+            ahead = [need + ((most - need) >> n) for n in range(4)]
+            return [*(x for x in ahead if x > least), least, need] if stays else [most]
+
+        return rooms
+
+    def _begin(self, cache: Any, shape: Shape, need: int, tokens: int, rooms: Callable[[bool], Sequence[int]]) -> None:
+        """Chooses rungs and room of an empty cache, from the top of the ladder."""
+        before, self.rungs = self.rungs, ((0, 0),) * self.layers
+        try:
+            rungs, room = self.choose(shape, need, tokens, rooms)
+        except ValueError:
+            self.rungs = before
+            raise
+        self.rungs = rungs
+        for i, (layer, scheme) in enumerate(zip(cache.compressed_layers, self.schemes(), strict=True)):
+            buffer = layer.buffer
+            same = buffer.tensor is not None and buffer.plan == plan_of(scheme, shape, buffer.room)
+            if not same or buffer.room < room or layer.scheme != scheme:
+                layer.store, layer.is_initialized = None, False
+                buffer.drop()
+                buffer.room = room
+            layer.scheme = scheme
+            layer.smoothing = self._smoothing(cache, i, layer, scheme, None)
+            layer.smooths_by_prompt = scheme.smooths_keys and layer.smoothing is None
+            if layer.queries is not None:
+                layer.queries.always = "query" not in scheme.needs
+        cache.preset, cache._compiled = self.preset(), None
+
+    def _go(self, cache: Any, shape: Shape, rungs: Rungs, room: int) -> None:
+        """Takes all layers to these rungs, and to buffers of this room; those that become smaller go first."""
+        schemes = self.schemes(rungs)
+        layers = list(enumerate(zip(cache.compressed_layers, schemes, strict=True)))
+
+        def growth(each: tuple[int, tuple[KVLayer, Scheme]]) -> int:
+            _, (layer, scheme) = each
+            store = layer.held()
+            return layer_bytes(scheme, shape, room) - held_bytes(store.tensors())
+
+        if self.rungs != rungs:
+            cache._compiled = None
+        # Layers that have not gone yet are found by their rooms, should one fail.
+        self.rungs = rungs
+        cache.preset = self.preset()
+        for i, (layer, scheme) in sorted(layers, key=growth):
+            plan = plan_of(scheme, shape, room)
+            if layer.buffer.tensor is None or layer.buffer.plan != plan or layer.scheme != scheme:
+                self._move(cache, i, layer, scheme, plan)
+
+    def _smoothing(
+        self, cache: Any, index: int, layer: KVLayer, scheme: Scheme, keys: Callable[[], Tensor] | None
+    ) -> KeySmoothing | None:
+        """Vectors of a layer of this scheme: those it has, the model's, or those of its own keys."""
+        if not scheme.smooths_keys:
+            return None
+        if layer.smoothing is not None:
+            return layer.smoothing
+        model = None if cache._model is None else cache._model()
+        found: Mapping[int, Any] = {} if model is None else measure(model, cache.config)
+        number = cache._compressed[index]
+        if number in found:
+            dim = found[number].mean.shape[1]
+            made = found[number].smoothing(scheme.layout(dim, dim))
+        elif keys is None:
+            return None
+        else:
+            made = of_keys(keys())
+        return made.centred_at_zero() if layer._keeps_logits else made
+
+    def _move(self, cache: Any, index: int, layer: KVLayer, scheme: Scheme, plan: StepPlan) -> None:
+        """Takes a layer to another scheme, or another room, or leaves it as it was."""
+        store, buffer, queries = layer.held(), layer.buffer, layer.queries
+        assert buffer is not None, "a cache with a budget has buffers"
+        layer.close()
+        old, new = store.layout, scheme.layout(plan.key_dim, plan.value_dim)
+        before = layer.smoothing
+
+        def keys() -> Tensor:
+            """Some of the layer's keys, as the model made them."""
+            plain = replaced(old, keys=replaced(old.keys, rotate=0, signs=0))
+            raw = basis_change(old, plain, "keys", None if before is None else before.raw, None)
+            first = torch.zeros(store.batch, dtype=torch.long, device=store.device)
+            return Reader(store.state, "keys", raw).pages(first, 4)
+
+        smoothing = self._smoothing(cache, index, layer, scheme, keys)
+        smoothing = None if smoothing is None else smoothing.to(layer.device)
+        changes: dict[Side, Any] = {}
+        same_basis = before is smoothing
+        if old.keys != new.keys or not same_basis:
+            raw, smooth = (None, None) if same_basis else (before and before.raw, smoothing and smoothing.keys)
+            changes["keys"] = basis_change(old, new, "keys", raw, smooth)
+        if old.values != new.values:
+            changes["values"] = basis_change(old, new, "values", None, None)
+        q_abs, sums = None, None
+        if queries is not None and queries.sums is not None:
+            sums = queries.sums
+            if not same_basis:
+                sums = sums if before is None else sums * before.vectors[1]
+                sums = sums if smoothing is None else sums * smoothing.vectors[2]
+            if "query" in scheme.needs:
+                scaled = copy.copy(queries)
+                scaled.sums = sums
+                q_abs = scaled.mean()
+        with torch.inference_mode(False):
+            tensor = torch.zeros(buffer_bytes(plan), dtype=torch.uint8, device=store.device)
+            views = views_of_buffer(tensor, plan)
+        state = relaid(store.state, views, old, new, scheme, changes, layer.hold, q_abs)
+        with unchanged_on_error([x for x in (layer, buffer, buffer.sync, queries) if x is not None]):
+            made = copy.copy(store)
+            made.layout, made.format, made.scheme = new, new.store, scheme
+            made.sizes, made.seals_widely = state.sizes, scheme.seals_widely(new)
+            made.tail_limit, made.state = tail_limits(new, layer.hold), state
+            layer.store, layer.scheme, layer.smoothing = made, scheme, smoothing
+            layer.smooths_by_prompt = False
+            layer.edition += 1
+            if queries is not None:
+                queries.sums, queries.always = sums, "query" not in scheme.needs
+                queries.newest = None
+            buffer.take_over(Allocation(tensor, None, views, plan), plan.capacity)
+            buffer.sync.buffers = None
+            buffer._write_queries()
+
+
+@lru_cache(maxsize=4096)
+def _sides(keys: Scheme, values: Scheme, sink: int) -> Scheme:
+    return Sides(keys=keys, values=values, sink_length=sink)
