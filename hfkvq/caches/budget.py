@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace as replaced
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from .steps.step_buffer import LEAST_HEADROOM, room_ahead, sealing_rules
 from .store import SIDES
 from .store.relaid import Reader, basis_change, relaid, relaid_scratch
 from .store.windows import tail_limits
+from .tags.bit_table import read_json
 
 LADDER = ("full", "best-4.3", "best-2.5")
 """Schemes that layers go down by: 16 bits, 4 bits, and 2 bits with the strongest key channels in 4."""
@@ -42,6 +44,9 @@ MARGIN = 0.9
 
 AHEAD = 0.125
 """Share of its tokens by which a cache that steps down makes room: few changes in all."""
+
+ORDER_KIND = "hfkvq order"
+"""Kind of a file with an order, as `hfkvq.tuning.order` writes it."""
 
 Rungs = tuple[tuple[int, int], ...]
 """Rung of each layer's keys and values."""
@@ -134,6 +139,18 @@ def default_order(layers: int, rungs: int) -> list[tuple[int, Side]]:
     return [(layer, side) for _ in range(1, rungs) for side in sides for layer in outside_in]
 
 
+def read_order(order: Iterable[tuple[int, str]] | str | Path) -> list[tuple[int, str]]:
+    """An order, or what a file holds of one.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else.
+    """
+    if not isinstance(order, (str, Path)):
+        return [tuple(pair) for pair in order]  # type: ignore[misc]
+    found = read_json(Path(order), ORDER_KIND, "order", "hfkvq.tuning.order")
+    return [(layer, side) for layer, side in found["order"]]
+
+
 def parse_memory(memory: Any, device: torch.device) -> int:
     """Bytes of a budget as users write it.
 
@@ -167,12 +184,14 @@ class Budget:
         rungs: where each layer's keys and values stand.
     """
 
-    def __init__(self, limit: int, layers: int, dim: int, order: Iterable[tuple[int, str]] | None = None) -> None:
+    def __init__(
+        self, limit: int, layers: int, dim: int, order: Iterable[tuple[int, str]] | str | Path | None = None
+    ) -> None:
         self.limit, self.layers, self.dim = limit, layers, dim
         self.ladder = [get_scheme(scheme) for scheme in LADDER]
         self.sink = max(scheme.layout(dim, dim).sink for scheme in self.ladder)
         self.rungs: Rungs = ((0, 0),) * layers
-        self.moves = self._moves(default_order(layers, len(self.ladder)) if order is None else list(order))
+        self.moves = self._moves(default_order(layers, len(self.ladder)) if order is None else read_order(order))
 
     def __repr__(self) -> str:
         return f"Budget({format_bytes(self.limit)})"
@@ -188,14 +207,15 @@ class Budget:
                     "'values'."
                 )
             now = stand.get((layer, side), 0)
-            width = self._bits(layer, side, now)
-            down = next((r for r in range(now + 1, len(self.ladder)) if self._bits(layer, side, r) < width), None)
+            width = self.bits(layer, side, now)
+            down = next((r for r in range(now + 1, len(self.ladder)) if self.bits(layer, side, r) < width), None)
             if down is not None:
                 found.append(Move(layer, side, down))
                 stand[layer, side] = down
         return found
 
-    def _bits(self, layer: int, side: str, rung: int) -> float:
+    def bits(self, layer: int, side: str, rung: int) -> float:
+        """Payload bits of an element of a layer's side on a rung."""
         layout = self.ladder[rung].in_layer(layer, self.layers).layout(self.dim, self.dim)
         fmt = (layout.keys if side == "keys" else layout.values).formats[0]
         return 16.0 if fmt.bits == 16 else fmt.code_bits(self.dim)
@@ -293,13 +313,10 @@ class Budget:
                 return last, room
         least = self.peak(last, shape, rooms(True)[-1], tokens, extra) + more
         raise ValueError(
-            f"memory: {need} tokens in {shape.rows} rows need {format_bytes(least)} in {self._names(last)}, but the "
-            f"budget is {format_bytes(self.limit)}; nothing was changed. Give the cache more (cache.memory_limit = ...), "
-            f"pass the prompt in chunks (prefill_chunk_size), use fewer rows, or begin with a shorter text."
+            f"memory: {need} tokens in {shape.rows} rows need {format_bytes(least)} in the narrowest pages, but the "
+            f"budget is {format_bytes(self.limit)}; nothing was changed. Give the cache more "
+            "(cache.memory_limit = ...), use fewer rows or a shorter text, or pass a long prompt in chunks (prefill_chunk_size)."
         )
-
-    def _names(self, rungs: Rungs) -> str:
-        return f"the last rung ({self.ladder[-1].layout(self.dim, self.dim).store.spec})" if rungs else "no layer"
 
     # What a cache does.
 

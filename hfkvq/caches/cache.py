@@ -142,7 +142,7 @@ class MixedKVCache(Cache):
         scheme: Preset | Scheme | str | Path = DEFAULT_SCHEME,
         *,
         memory: int | str | None = None,
-        order: Iterable[tuple[int, str]] | None = None,
+        order: Iterable[tuple[int, str]] | str | Path | None = None,
         layers: Mapping[str | int, Any] | None = None,
         max_cache_len: int | None = None,
         graphs: bool | None = None,

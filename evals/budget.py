@@ -1,0 +1,297 @@
+"""A cache with a budget beside the presets: divergence on every rung, milliseconds a step, and the most memory taken.
+
+    PYTHONPATH=. python evals/budget.py --model FILE.gguf --json FILE [--data DIR] [--order measure]
+
+Four parts, any of which may be left out (``--parts ladder steps fill order``), into one JSON file:
+
+- ``order`` measures each side of each layer a rung up and down (`hfkvq.tuning.order`), if ``--order measure``; the
+  order is written beside the JSON file, and the other parts go by it.
+- ``ladder``: KL divergence from `DynamicCache` after a prompt that came in 16 bits and went down step by step, as a
+  cache does that fills up, at so many points of the ladder (``--points``); and of the presets. ``ratio`` is that to
+  the preset of least divergence among those that take no more bytes. Bytes are of buffers without room ahead.
+- ``steps``: milliseconds of a captured step on the rungs that equal best-4.3 and best-2.5, beside these presets, in
+  turns.
+- ``fill``: a short prompt and many steps within a budget that makes the cache go down the whole ladder. ``above`` is
+  the peak of PyTorch's allocator above weights, less what such steps take beside a cache with room (``beside``), and
+  must not exceed the budget. ``share`` is the time of all changes, captures included, of the whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from hfkvq import MixedKVCache
+from hfkvq.caches.budget import Budget, Rungs, Shape, layer_bytes
+from hfkvq.caches.schemes.preset import get_preset
+from hfkvq.measure.divergence import measure, report
+from hfkvq.measure.divergence.naming import OtherCache
+from hfkvq.measure.divergence.windows import cut, find_texts
+from hfkvq.measure.models import find_model, load_model, load_tokenizer
+from hfkvq.measure.records import clock, commit, device_name, now, versions
+from hfkvq.measure.tables import markdown_table
+from hfkvq.tuning.objectives import TextKLD
+from hfkvq.tuning.order import save_order, tune_order
+
+PRESETS = ("full", "best-4.3", "best-3.4", "best-2.8", "best-2.5")
+MUCH = 2**50
+Record = dict[str, Any]
+
+
+class Stepping(Budget):
+    """Takes its cache down step by step, to ``rungs``, once a prompt is there."""
+
+    target: Rungs
+
+    def reserve(self, cache: Any, tokens: int, keys: Tensor | None = None) -> None:
+        if cache._sync.seen and self.rungs != self.target:
+            cache._catch_up()
+            for layer in cache.compressed_layers:
+                layer.settle()
+            shape, room = self._shape(cache, None), max(x.buffer.room for x in cache.compressed_layers)
+            for rungs in list(self.down()):
+                self._go(cache, shape, rungs, room)
+                if rungs == self.target:
+                    break
+        super().reserve(cache, tokens, keys)
+
+
+def stepped(model: Any, target: Rungs, order: Any) -> MixedKVCache:
+    """An empty cache that goes down to these rungs behind its prompt."""
+    cache = MixedKVCache(model, memory=MUCH, order=order)
+    cache.budget.__class__ = Stepping  # type: ignore[union-attr]
+    cache.budget.target = target  # type: ignore[union-attr]
+    return cache
+
+
+class OnRungs(OtherCache):
+    """A cache on given rungs, for `hfkvq.measure.divergence`."""
+
+    def __init__(self, target: Rungs, order: Any) -> None:
+        self.target, self.order = target, order
+
+    def to_dict(self) -> Record:
+        return {"rungs": self.target}
+
+    def check(self, config: Any) -> None:
+        """Any model that a budget is for."""
+
+    def prepare(self, model: Any, tokenizer: Any, tokens: Tensor) -> Callable[[], Cache]:
+        return lambda: stepped(model, self.target, self.order)
+
+    def held_bytes(self, cache: Any) -> float:
+        return cache.memory().total
+
+    def bits(self, cache: Any) -> tuple[float, float]:
+        memory = cache.memory()
+        return memory.code_bits, memory.total_bits
+
+
+def states(model: Any, order: Any, count: int) -> list[Rungs]:
+    """So many states of the ladder, spread over its steps, its ends and those of its first rung among them."""
+    budget = MixedKVCache(model, memory=MUCH, order=order).budget
+    assert budget is not None
+    every = list(budget.down())
+    first = next((n for n, own in enumerate(every) if all(min(pair) >= 1 for pair in own)), 0)
+    picked = {0, first, len(every) - 1} | {round(n * (len(every) - 1) / max(count - 1, 1)) for n in range(count)}
+    return [every[n] for n in sorted(picked)]
+
+
+def shape_of(model: Any, rows: int) -> Shape:
+    text = model.config.get_text_config(decoder=True)
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = text.num_key_value_heads
+    return Shape(rows, heads, dim, dim, str(model.dtype), False, 0)
+
+
+def ladder(model: Any, tokens: Tensor, names: Any, given: argparse.Namespace, order: Any) -> list[Record]:
+    """Divergence of states of the ladder, and of presets."""
+    length, shape = tokens.shape[1], shape_of(model, 1)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    budget = MixedKVCache(model, memory=MUCH, order=order).budget
+    assert budget is not None
+    chosen: dict[str, Any] = {name: get_preset(name) for name in PRESETS}
+    schemes = {name: preset.by_layer(layers) for name, preset in chosen.items()}
+    for number, rungs in enumerate(states(model, order, given.points)):
+        chosen[f"ladder {number}"], schemes[f"ladder {number}"] = OnRungs(rungs, order), budget.schemes(rungs)
+    found = measure(model, tokens, chosen, prefill=given.prompt, chunk=8, batch_size=given.batch_size)
+    record = report.as_record(found, 0, {}, names)
+    rows = []
+    for row in record["rows"]:
+        size = sum(layer_bytes(scheme, shape, length) for scheme in schemes[row["name"]])
+        bits = 8 * size / (2 * shape.heads * shape.key_dim * layers * length)
+        rows.append({"name": row["name"], "bytes": size, "bits": bits, "kld": row["kld"], "top1": row["top1"]})
+    for row in rows:
+        fitting = [x for x in rows if x["name"] in PRESETS and x["bytes"] <= row["bytes"] * 1.002]
+        best = min(fitting, key=lambda x: x["kld"]["mean"], default=None)
+        row["best"] = best and best["name"]
+        row["ratio"] = best and row["kld"]["mean"] / best["kld"]["mean"]
+    return rows
+
+
+def feed(model: Any, cache: Any, ids: Tensor, chunk: int = 4096) -> None:
+    with torch.no_grad():
+        for part in ids.split(chunk, 1):
+            model(part, past_key_values=cache, logits_to_keep=1)
+
+
+def sweep(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def one_step(model: Any, cache: Any) -> None:
+    with torch.no_grad():
+        model(torch.full((1, 1), 7, device=model.device), past_key_values=cache)
+
+
+def steps(model: Any, given: argparse.Namespace, order: Any) -> list[Record]:
+    """Milliseconds of a step on rungs that equal presets, and of these."""
+    every, found = states(model, order, 2), []
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 900, (1, given.context), generator=generator).to(model.device)
+    for name, rungs in (("best-4.3", every[1]), ("best-2.5", every[-1])):
+        caches = {name: MixedKVCache(model, name), f"as {name}": stepped(model, rungs, order)}
+        times: dict[str, list[float]] = {key: [] for key in caches}
+        for cache in caches.values():
+            feed(model, cache, ids)
+            for _ in range(8):
+                one_step(model, cache)
+        for _ in range(given.repeats):
+            for key, cache in caches.items():
+                start = clock(model.device)
+                for _ in range(given.steps):
+                    one_step(model, cache)
+                times[key].append(1e3 * (clock(model.device) - start) / given.steps)
+        medians = {key: sorted(own)[len(own) // 2] for key, own in times.items()}
+        found.append({"preset": name, "milliseconds": medians, "ratio": medians[f"as {name}"] / medians[name]})
+        del caches
+        sweep(model.device)
+    return found
+
+
+def fill(model: Any, given: argparse.Namespace, order: Any) -> Record:
+    """A cache that goes down the whole ladder, a token at a time."""
+    device, layers = model.device, model.config.get_text_config(decoder=True).num_hidden_layers
+    shape = shape_of(model, 1)
+    lowest = states(model, order, 2)[-1]
+    probe = MixedKVCache(model, memory=MUCH, order=order).budget
+    assert probe is not None
+    prompt, tokens = given.context // 8, given.fill
+    limit = int(1.04 * probe.peak(lowest, shape._replace(captured=True), prompt + tokens + 128, prompt))
+    ids = torch.full((1, prompt), 5, device=device)
+
+    def run(memory: int, count: int) -> Record:
+        sweep(device)
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        cache = MixedKVCache(model, memory=memory, order=order)
+        spent, changes, most = 0.0, 0, 0
+        feed(model, cache, ids)
+        start = clock(device)
+        for _ in range(count):
+            rungs = cache.preset
+            began = time.perf_counter()
+            one_step(model, cache)
+            if cache.preset is not rungs:
+                # Two further steps: one in Python, one captured.
+                one_step(model, cache)
+                one_step(model, cache)
+                spent += clock(device) - began
+                changes += 1
+            if changes and _ % 64 == 0:
+                most = max(most, cache.memory().total)
+        seconds = clock(device) - start
+        peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
+        held = max(most, cache.memory().total)
+        rungs = [list(own) for own in cache.budget.rungs]  # type: ignore[union-attr]
+        return {
+            "tokens": int(cache.get_seq_length()), "peak": peak, "held": held, "seconds": seconds, "changes": changes,
+            "share": spent / seconds, "bits": cache.memory().total_bits, "rungs": rungs,
+        }  # fmt: skip
+
+    ample = run(MUCH, 256)
+    beside = ample["peak"] - ample["held"]
+    tight = run(limit, tokens)
+    stock = 2 * 2 * shape.heads * shape.key_dim * layers * tight["tokens"]
+    above = tight["peak"] - beside
+    return {
+        "limit": limit, "bf16": stock, "beside": beside, "above": above, "within": above <= limit,
+        "held_within": tight["held"] <= limit, **tight,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Runs the parts that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="reference, smollm2, FILE.gguf, a folder, or a name on the Hub")
+    parser.add_argument("--data", type=Path, help="folder whose folder `texts` has the texts; the bundled ones without")
+    parser.add_argument("--parts", nargs="+", default=["order", "ladder", "steps", "fill"])
+    parser.add_argument("--order", help="file of an order, or measure; by depth without")
+    parser.add_argument("--points", type=int, default=12, help="states of the ladder")
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=3584)
+    parser.add_argument("--scored", type=int, default=512)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--context", type=int, default=8192, help="tokens behind which steps are timed")
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--fill", type=int, default=6000, help="steps of the part fill")
+    parser.add_argument("--json", type=Path, required=True)
+    given = parser.parse_args()
+    source = find_model(given.model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_model(source, device), load_tokenizer(source)
+    files = sorted((given.data / "texts").glob("*.*")) if given.data else None
+    texts = find_texts(files or None, None, "", "text", source.reference, 0)
+    windows = cut(texts, tokenizer, given.prompt + given.scored, given.windows)
+    tokens = windows.tokens
+    text = model.config.get_text_config(decoder=True)
+    record: Record = {
+        "kind": "hfkvq budget", "date": now(), "commit": commit(), "device": device_name(device),
+        "versions": versions("torch", "triton", "transformers"), "model": source.name, "settings": vars(given).copy(),
+    }  # fmt: skip
+    record["settings"] |= {"json": str(given.json), "data": given.data and str(given.data)}
+    order: Any = given.order
+
+    def keep(part: str, found: Any) -> None:
+        record[part] = found
+        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(part, json.dumps(found)[:2000] if part != "ladder" else "done", flush=True)
+
+    if order == "measure":
+        objective = TextKLD(model, tokens, prefill=given.prompt, chunk=16, batch_size=given.batch_size)
+        pairs = tune_order(objective, text.num_hidden_layers, shape_of(model, 1).key_dim)
+        order = given.json.with_suffix(".order.json")
+        save_order(order, pairs, {key: record[key] for key in ("date", "commit", "device", "model")})
+        keep("order", pairs)
+        order = str(order)
+    if "ladder" in given.parts:
+        rows = ladder(model, tokens, windows.names, given, order)
+        keep("ladder", rows)
+        head = ("state", "bits", "KLD", "median", "99.9 %", "top-1", "best preset", "ratio")
+        lines = [
+            (x["name"], f"{x['bits']:.2f}", f"{x['kld']['mean']:.5f}", f"{x['kld']['median']:.5f}",
+             f"{x['kld']['p999']:.3f}", f"{x['top1']['share']:.3f}", str(x["best"]),
+             "" if x["ratio"] is None else f"{x['ratio']:.2f}")
+            for x in rows
+        ]  # fmt: skip
+        print(markdown_table(head, lines), flush=True)
+    if "steps" in given.parts:
+        keep("steps", steps(model, given, order))
+    if "fill" in given.parts:
+        keep("fill", fill(model, given, order))
+
+
+if __name__ == "__main__":
+    main()
