@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python evals/budget.py --model FILE.gguf --json FILE [--data DIR] [--order measure]
 
-Four parts, any of which may be left out (``--parts ladder steps fill order``), into one JSON file:
+Parts, any of which may be left out (``--parts ladder steps fill``), into one JSON file:
 
 - ``order`` measures each side of each layer a rung up and down (`hfkvq.tuning.order`), if ``--order measure``; the
   order is written beside the JSON file, and the other parts go by it.
@@ -11,6 +11,7 @@ Four parts, any of which may be left out (``--parts ladder steps fill order``), 
   the preset of least divergence among those that take no more bytes. Bytes are of buffers without room ahead.
 - ``steps``: milliseconds of a captured step on the rungs that equal best-4.3 and best-2.5, beside these presets, in
   turns.
+- ``long`` (with ``--shape``, alone): a long prompt, beside `DynamicCache`, on a device of which a part may be used.
 - ``fill``: a short prompt and many steps within a budget that makes the cache go down the whole ladder. ``above`` is
   the peak of PyTorch's allocator above weights, less what such steps take beside a cache with room (``beside``), and
   must not exceed the budget. ``share`` is the time of all changes, captures included, of the whole.
@@ -28,8 +29,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
+from evals.shapes import build, get_config
 from hfkvq import MixedKVCache
 from hfkvq.caches.budget import Budget, Rungs, Shape, layer_bytes
 from hfkvq.caches.schemes.preset import get_preset
@@ -39,6 +41,7 @@ from hfkvq.measure.divergence.windows import cut, find_texts
 from hfkvq.measure.models import find_model, load_model, load_tokenizer
 from hfkvq.measure.records import clock, commit, device_name, now, versions
 from hfkvq.measure.tables import markdown_table
+from hfkvq.sizes import parse_size
 from hfkvq.tuning.objectives import TextKLD
 from hfkvq.tuning.order import save_order, tune_order
 
@@ -231,15 +234,47 @@ def fill(model: Any, given: argparse.Namespace, order: Any) -> Record:
     }  # fmt: skip
 
 
+def long(given: argparse.Namespace) -> Record:
+    """A long prompt of a published shape, with random weights, in pieces, on a device of limited memory."""
+    device = torch.device("cuda")
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(parse_size(given.device_memory) / total)
+    model = build(get_config(given.shape), device, torch.bfloat16)
+    ids = torch.randint(3, 900, (1, given.long), generator=torch.Generator().manual_seed(0)).to(device)
+    found: Record = {"shape": given.shape, "device_memory": given.device_memory, "memory": given.memory}
+    makers: dict[str, Callable[[], Any]] = {
+        "budget": lambda: MixedKVCache(model, memory=given.memory),
+        "DynamicCache": lambda: DynamicCache(config=model.config),
+    }
+    for name, make in makers.items():
+        sweep(device)
+        cache, start = make(), clock(device)
+        row: Record = {}
+        try:
+            feed(model, cache, ids, 2048)
+            for _ in range(16):
+                one_step(model, cache)
+            row["seconds"] = clock(device) - start
+        except torch.OutOfMemoryError as error:
+            row["error"] = str(error).split(".")[0]
+        row |= {"tokens": int(cache.get_seq_length()), "peak": torch.cuda.max_memory_allocated(device)}
+        if isinstance(cache, MixedKVCache):
+            row |= {"held": cache.memory().total, "bits": cache.memory().total_bits}
+        found[name] = row
+        del cache
+    return found
+
+
 def main() -> None:
     """Runs the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="reference, smollm2, FILE.gguf, a folder, or a name on the Hub")
     parser.add_argument("--data", type=Path, help="folder whose folder `texts` has the texts; the bundled ones without")
-    parser.add_argument("--parts", nargs="+", default=["order", "ladder", "steps", "fill"])
+    parser.add_argument("--parts", nargs="+", default=["ladder", "steps", "fill"])
     parser.add_argument("--order", help="file of an order, or measure; by depth without")
     parser.add_argument("--points", type=int, default=12, help="states of the ladder")
     parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--order-windows", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=3584)
     parser.add_argument("--scored", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=4)
@@ -248,7 +283,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--fill", type=int, default=6000, help="steps of the part fill")
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--shape", help="for the part long: a shape of evals/shapes.py, with random weights")
+    parser.add_argument("--long", type=int, default=131072, help="tokens of the part long")
+    parser.add_argument("--memory", default="4GiB", help="budget of the part long")
+    parser.add_argument("--device-memory", default="24GiB", help="of the part long")
     given = parser.parse_args()
+    if given.shape:
+        head = {"kind": "hfkvq budget, long", "date": now(), "commit": commit()}
+        about = {"device": device_name(torch.device("cuda")), "versions": versions("torch", "triton", "transformers")}
+        record = head | about | long(given)
+        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        return print(json.dumps(record, indent=1))
     source = find_model(given.model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(source, device), load_tokenizer(source)
@@ -270,7 +315,8 @@ def main() -> None:
         print(part, json.dumps(found)[:2000] if part != "ladder" else "done", flush=True)
 
     if order == "measure":
-        objective = TextKLD(model, tokens, prefill=given.prompt, chunk=16, batch_size=given.batch_size)
+        some = tokens[: given.order_windows]
+        objective = TextKLD(model, some, prefill=given.prompt, chunk=16, batch_size=given.batch_size)
         pairs = tune_order(objective, text.num_hidden_layers, shape_of(model, 1).key_dim)
         order = given.json.with_suffix(".order.json")
         save_order(order, pairs, {key: record[key] for key in ("date", "commit", "device", "model")})

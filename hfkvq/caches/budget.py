@@ -315,10 +315,11 @@ class Budget:
         raise ValueError(
             f"memory: {need} tokens in {shape.rows} rows need {format_bytes(least)} in the narrowest pages, but the "
             f"budget is {format_bytes(self.limit)}; nothing was changed. Give the cache more "
-            "(cache.memory_limit = ...), use fewer rows or a shorter text, or pass a long prompt in chunks (prefill_chunk_size)."
+            "(cache.memory_limit = ...), use fewer rows or a shorter text, or pass a long prompt in chunks "
+            "(prefill_chunk_size)."
         )
 
-    # What a cache does.
+    # Calls of the cache.
 
     def reserve(self, cache: Any, tokens: int, keys: Tensor | None = None) -> None:
         """Makes room for ``tokens`` more of each row, before any of them comes.
@@ -352,11 +353,12 @@ class Budget:
         rungs, room = self.choose(shape, need, tokens, rooms)
         self._go(cache, shape, rungs, room)
 
-    def before_change(self, cache: Any, rows: int | None = None) -> None:
+    def before_change(self, cache: Any, rows: int | None = None, copies: bool = False) -> None:
         """Makes room for a change of rows or lengths, which holds the old and the new windows for a time.
 
         Args:
             rows: rows there will be; None for as many as there are.
+            copies: whether pages are copied, though rows are as many.
 
         Raises:
             ValueError: the budget is not enough. Nothing is changed then.
@@ -370,7 +372,7 @@ class Budget:
         shape, need = self._shape(cache, None), layers[0].seen
         room = max(need, *(x.buffer.room for x in layers))
         held = [room] if room == need else [room, need]
-        if rows is not None and rows != shape.rows:
+        if rows is not None and (copies or rows != shape.rows):
             # Other rows are in memory of their own, until the old ones have gone.
             new = shape._replace(rows=rows)
             for rungs in self.down():
@@ -545,11 +547,11 @@ class Budget:
             views = views_of_buffer(tensor, plan)
         state = relaid(store.state, views, old, new, scheme, changes, layer.hold, q_abs)
         with unchanged_on_error([x for x in (layer, buffer, buffer.sync, queries) if x is not None]):
-            made = copy.copy(store)
-            made.layout, made.format, made.scheme = new, new.store, scheme
-            made.sizes, made.seals_widely = state.sizes, scheme.seals_widely(new)
-            made.tail_limit, made.state = tail_limits(new, layer.hold), state
-            layer.store, layer.scheme, layer.smoothing = made, scheme, smoothing
+            layer.store, layer.scheme, layer.smoothing = (
+                store.laid_out(new, scheme, state, layer.hold),
+                scheme,
+                smoothing,
+            )
             layer.smooths_by_prompt = False
             layer.edition += 1
             if queries is not None:

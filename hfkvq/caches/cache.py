@@ -613,8 +613,8 @@ class MixedKVCache(Cache):
 
     def _take_rows(self, verb: str, given: Any) -> None:
         if self.budget is not None and self.get_seq_length():
-            layer = self.compressed_layers[0]
-            self.budget.before_change(self, len(transactions.rows_of(verb, given, layer.batch_size)))
+            rows = transactions.rows_of(verb, given, self.compressed_layers[0].batch_size)
+            self.budget.before_change(self, len(rows), verb == "batch_select_indices")
         transactions.take_rows(verb, given, self._parts, lambda rows: self._beside("rows", rows))
 
     def reset(self) -> None:

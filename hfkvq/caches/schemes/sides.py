@@ -29,7 +29,7 @@ class Sides(Scheme):
     """
 
     name = "sides"
-    place = 60
+    place = 65
     presets = {"sides": Entry("Keys as one preset holds them (best-4.3), values as another does (best-2.5).")}
 
     keys: str | Scheme | Mapping[str, Any] = "best-4.3"

@@ -289,6 +289,14 @@ class KVStore:
         """Holds what another state of the same format holds; this one's tensors are given up."""
         self.state = state
 
+    def laid_out(self, layout: Layout, scheme: Scheme, state: StoreState, hold: int) -> KVStore:
+        """The store of another layout that holds ``state``, of which ``hold`` newest tokens stay unsealed."""
+        made = copy.copy(self)
+        made.layout, made.format, made.scheme, made.sizes = layout, layout.store, scheme, state.sizes
+        made.seals_widely = scheme.seals_widely(layout)
+        made.tail_limit, made.state = tail_limits(layout, hold), state
+        return made
+
     def note_states(self, states: frozenset[RowState]) -> None:
         """Notes what rows are like after recorded steps, which changed the tensors alone."""
         self.state = self.state.replace(states=states)

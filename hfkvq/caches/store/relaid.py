@@ -122,7 +122,7 @@ def relaid(
     hold: int = 0,
     q_abs: Tensor | None = None,
 ) -> StoreState:
-    """What a store holds, in the tensors of ``buffer``, as ``new`` lays it out; asks the device nothing.
+    """Tokens of a store in the tensors of ``buffer``, as ``new`` lays them out, without a transfer to the host.
 
     Args:
         state: of one run of pages, with nothing left to be written; it is not changed.
