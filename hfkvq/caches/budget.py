@@ -407,10 +407,19 @@ class Budget:
             shape, need = self._shape(cache, None), layers[0].seen
             room = max(need, *(x.buffer.room for x in layers))
             rungs, room = self.choose(shape, need, 0, lambda stays: [room, need] if stays else [need])
+            self._go(cache, shape, rungs, room)
         except BaseException:
             self.limit = before
             raise
-        self._go(cache, shape, rungs, room)
+
+    def check_held(self, cache: Any) -> None:
+        """Raises ValueError if a cache that has been read from a file holds more than the budget."""
+        size = cache.memory().total
+        if size > self.limit:
+            raise ValueError(
+                f"memory: the cache takes {format_bytes(size)}, but the budget is {format_bytes(self.limit)}; load it "
+                "with more, and set memory_limit then"
+            )
 
     def _shape(self, cache: Any, keys: Tensor | None) -> Shape:
         first: KVLayer = cache.compressed_layers[0]
@@ -454,6 +463,10 @@ class Budget:
             self.rungs = before
             raise
         self.rungs = rungs
+        model = None if cache._model is None else cache._model()
+        if model is not None and any(scheme.smooths_keys for scheme in self.ladder):
+            # The model is called while there is memory, not when the cache goes down.
+            measure(model, cache.config)
         for i, (layer, scheme) in enumerate(zip(cache.compressed_layers, self.schemes(), strict=True)):
             buffer = layer.buffer
             same = buffer.tensor is not None and buffer.plan == plan_of(scheme, shape, buffer.room)
@@ -479,14 +492,17 @@ class Budget:
             return layer_bytes(scheme, shape, room) - held_bytes(store.tensors())
 
         if self.rungs != rungs:
+            # Kernels of other formats are compiled before the next forward.
             cache._compiled = None
-        # Layers that have not gone yet are found by their rooms, should one fail.
-        self.rungs = rungs
-        cache.preset = self.preset()
-        for i, (layer, scheme) in sorted(layers, key=growth):
-            plan = plan_of(scheme, shape, room)
-            if layer.buffer.tensor is None or layer.buffer.plan != plan or layer.scheme != scheme:
-                self._move(cache, i, layer, scheme, plan)
+        try:
+            for i, (layer, scheme) in sorted(layers, key=growth):
+                plan = plan_of(scheme, shape, room)
+                if layer.buffer.tensor is None or layer.buffer.plan != plan or layer.scheme != scheme:
+                    self._move(cache, i, layer, scheme, plan)
+        finally:
+            # Should a layer fail, each is where it was or where it was to go.
+            self.adopt([layer.scheme for layer in cache.compressed_layers])
+            cache.preset = self.preset()
 
     def _smoothing(
         self, cache: Any, index: int, layer: KVLayer, scheme: Scheme, keys: Callable[[], Tensor] | None

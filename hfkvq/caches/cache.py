@@ -790,6 +790,8 @@ class MixedKVCache(Cache):
             raise
         except RuntimeError as error:
             raise ValueError(str(error)) from error
+        if self.budget is not None:
+            self.budget.check_held(self)
 
     def _packed_beside(self) -> dict[str, Packed]:
         """Contents of the cache beside its layers, by name."""

@@ -133,7 +133,7 @@ def _unpack_pages(layer: KVLayer, found: Mapping[str, Any], tensors: Tensors, de
     layer.smoothing = None if vectors is None else KeySmoothing(vectors.to(device).contiguous())
     for name, part in (("queries", layer.queries), ("eviction", layer.eviction)):
         if part is not None:
-            part.unpack(found[name], {key: x.to(device) for key, x in below(name, tensors).items()})
+            part.unpack(found.get(name, {}), {key: x.to(device) for key, x in below(name, tensors).items()})
     layer.edition += 1
 
 

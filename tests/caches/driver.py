@@ -15,6 +15,7 @@ from hfkvq.caches.attention.interface import hfkvq_mask
 from hfkvq.caches.layer_state.smoothing import KeySmoothing
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.schemes.eviction import TokenEviction
+from hfkvq.caches.schemes.sides import Sides
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START
@@ -36,6 +37,8 @@ def small(name: str | Scheme, **knobs: Any) -> Scheme:
     if isinstance(scheme, TokenEviction):
         # Less than the prompts of most tests.
         less = {"pages": small(scheme.pages), "budget_tokens": 28, "trim_every": min(scheme.trim_every, 4)}
+    if isinstance(scheme, Sides):
+        less = {side: small(getattr(scheme, side)) for side in ("keys", "values")}
     # None takes the page.
     fewer = {key: value for key, value in SMALL.items() if key in own and getattr(scheme, key) is not None}
     if getattr(scheme, "key_local_length", 0):

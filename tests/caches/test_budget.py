@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import random
 import weakref
@@ -21,6 +22,7 @@ from hfkvq.caches.layers.memory import held_bytes
 from tests.caches.driver import assert_same_bits, small, stored
 from tests.caches.graph_recorder import captured  # noqa: F401
 from tests.caches.models import build, prompt
+from tests.caches.test_faults import FailAt, Fault
 
 LAYERS = 4
 
@@ -331,3 +333,117 @@ def same(a, b):
 @pytest.mark.parametrize("seed", range(12))
 def test_histories(seed, monkeypatch, tmp_path):
     History(seed, monkeypatch, tmp_path).run(14)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.usefixtures("captured")
+def test_many_histories(monkeypatch, tmp_path):
+    """HFKVQ_HISTORIES of them, from HFKVQ_SEED."""
+    count, start = (int(os.environ.get(f"HFKVQ_{name}", x)) for name, x in (("HISTORIES", 10_000), ("SEED", 100)))
+    for seed in range(start, start + count):
+        try:
+            with monkeypatch.context() as patch:
+                History(seed, patch, tmp_path).run(14)
+        except BaseException as error:
+            raise AssertionError(f"history {seed}: {error}") from error
+
+
+# What fails, and what is refused.
+
+
+@pytest.mark.parametrize("share", [0.1, 0.35, 0.6, 0.85, 0.97])
+def test_a_step_down_that_fails_half_way(model, share):
+    """Every layer is what it was or what it was to be; the next attempt finishes."""
+    whole = MixedKVCache(model, memory="64MiB")
+    forward(model, whole, prompt(2, 120))
+    target = ((1, 2), (0, 1), (2, 2), (1, 1))
+    before, done = bits(whole), copy.deepcopy(whole)
+    for cache in (whole, done):
+        # Copies have no buffers yet.
+        cache.budget.before_change(cache)
+        cache.budget.reserve(cache, 1)
+    with FailAt() as counted:
+        go(done, target)
+    after = bits(done)
+    cache = copy.deepcopy(whole)
+    cache.budget.reserve(cache, 1)
+    with pytest.raises(Fault), FailAt(int(counted.count * share)):
+        go(cache, target)
+    cache.integrity_check()
+    for i, left in enumerate(bits(cache)):
+        assert same([left], [before[i]]) or same([left], [after[i]]), i
+    assert cache.budget.schemes() == [layer.scheme for layer in cache.compressed_layers]
+    go(cache, target)
+    assert same(bits(cache), after)
+
+
+def test_less_memory_takes_it_down_at_once_or_not_at_all(model):
+    cache = MixedKVCache(model, memory="64MiB", graphs=False)
+    forward(model, cache, prompt(1, 400))
+    before = bits(cache)
+    with pytest.raises(ValueError, match=r"memory: 400 tokens in 1 rows need .*, but the budget is 97.66 KiB"):
+        cache.memory_limit = 100_000
+    assert cache.memory_limit == 64 * 2**20
+    assert same(before, bits(cache))
+    cache.memory_limit = 700_000
+    assert cache.memory().total <= 700_000
+    assert cache.budget.rungs > ((0, 0),) * LAYERS
+    forward(model, cache, prompt(1, 1))
+
+
+def test_too_little_is_refused_before_anything_is_held(model):
+    cache = MixedKVCache(model, memory=120_000)
+    with pytest.raises(ValueError, match="pass a long prompt in chunks"):
+        forward(model, cache, prompt(1, 300))
+    assert cache.get_seq_length() == 0
+    assert all(layer.store is None for layer in cache.compressed_layers)
+    cache.memory_limit = "64MiB"
+    forward(model, cache, prompt(1, 300))
+    assert cache.get_seq_length() == 300
+
+
+def test_bad_input(model):
+    other = MixedKVCache(model, memory="1MiB")
+    for options, match in (
+        ({"memory": other.budget}, "every cache has a budget of its own"),
+        ({"memory": "six"}, "memory: got 'six', allowed a size"),
+        ({"memory": True}, "memory: got True"),
+        ({"memory": "auto"}, "memory: got 'auto' on cpu"),
+        ({"memory": "1GiB", "debug": True}, "memory: not with attach=False, debug=True"),
+        ({"memory": "1GiB", "offloading": True}, "memory: not with"),
+        ({"memory": "1GiB", "scheme": "kitty"}, "no rung of the ladder"),
+        ({"memory": "1GiB", "layers": {0: "full"}}, "layers: not with memory="),
+        ({"memory": "1GiB", "order": [(9, "keys")]}, "order: got .*allowed pairs of a layer from 0 to 3"),
+        ({"memory": "1GiB", "order": "none.json"}, "order: none.json cannot be read"),
+        ({"order": [(0, "keys")]}, "order: got one without memory="),
+    ):
+        with pytest.raises(ValueError, match=match):
+            MixedKVCache(model, **options)
+    with pytest.raises(ValueError, match=r"memory: not for .*, since layers have sliding windows"):
+        MixedKVCache(build("mistral-sliding"), memory="1GiB")
+    with pytest.raises(ValueError, match="memory_limit: this cache was made without memory="):
+        MixedKVCache(model).memory_limit = "1GiB"
+
+
+def test_files_and_budgets(model, tmp_path):
+    """A loaded cache stands where it stood, within a budget of its own or without one."""
+    cache, path = MixedKVCache(model, memory=900_000, graphs=False), tmp_path / "cache.safetensors"
+    for _ in range(6):
+        forward(model, cache, prompt(1, 90))
+    cache.save(path)
+    with pytest.raises(ValueError, match=r"memory: the cache takes .* load it with more"):
+        MixedKVCache.load(path, model, memory=200_000)
+    ours, plain = MixedKVCache.load(path, model, memory=2_000_000), MixedKVCache.load(path, model)
+    assert ours.budget.rungs == cache.budget.rungs
+    assert plain.memory_limit is None
+    expected = forward(model, cache, prompt(1, 1))
+    for each in (ours, plain):
+        torch.testing.assert_close(forward(model, each, prompt(1, 1)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_order_is_followed(model):
+    order = [(2, "keys"), (0, "values"), (2, "keys")]
+    cache = MixedKVCache(model, memory="64MiB", order=order)
+    # Layer 2 of 4 is the one that the preset holds in 4 bits.
+    assert cache.budget.moves == [(2, "keys", 1), (0, "values", 1)]
