@@ -100,6 +100,13 @@ class MixedKVCache(Cache):
             prompt.
         scheme: preset name (see ``list_schemes``) or ``.json`` file of a tuned preset, both also with options
             (``"kitty:boost_ratio=0.2"``), a `Scheme`, or a `Preset`.
+        memory: most bytes that the cache holds, in place of a scheme: a number, a size like ``"6GiB"``, or ``"auto"``,
+            nine tenths of what the GPU has free. The cache begins in 16 bits; where the next tokens would pass the
+            limit, the keys or values of a layer go down to 4 bits, then to 2, those first whose loss is least
+            (`hfkvq.caches.budget`). Everything counts that `memory` counts, and the copies that a step down makes.
+            With ``max_cache_len`` the widths are chosen at once, for the whole capacity.
+        order: with ``memory``, the order in which layers go down: (layer, "keys" or "values") pairs, or a file that
+            `hfkvq.tuning.order.save_order` wrote. None goes by depth.
         layers: schemes of single layers, ``{"0-1": "full", "-1": {"boost_ratio": 0.5}}``: a name, a `Scheme`, or
             options of the main scheme, by layers of the decoder (ranges include both ends). Layers that are not
             compressed anyway stay as they are.
@@ -122,13 +129,14 @@ class MixedKVCache(Cache):
 
     Attributes:
         config: of the model's decoder.
-        preset: schemes of all layers.
+        preset: schemes of all layers; with ``memory``, of what they are now.
+        budget: of a cache that was made with ``memory``; None without.
         graphs: of captured steps; None where none are.
         saved_ids: i64 (B, n), token ids that a loaded cache was saved with; None without.
 
     Raises:
         ValueError: unknown scheme, knob or layer, a head dim that the scheme cannot hold, a model without attention
-            layers, or offloading with a scheme that evicts.
+            layers, offloading with a scheme that evicts, or ``memory`` for a model with sliding windows or latents.
     """
 
     saved_ids: Tensor | None = None
