@@ -331,21 +331,26 @@ class Budget:
             ValueError: the budget is not enough. Nothing is changed then.
             torch.OutOfMemoryError: the device has less than the budget. Each layer is as before or as after.
         """
-        layers: list[KVLayer] = cache.compressed_layers
-        first, sync = layers[0], cache._sync
+        sync = cache._sync
+        if keys is None and sync.buffers is not None and sync.seen + tokens <= sync.buffers.room and not sync.stale:
+            # A captured step, whose buffers have room.
+            return
+        layers: list[Any] = cache.compressed_layers
         if sync.stale:
             sync.catch_up()
         empty = not sync.seen
         if empty and keys is None:
             return
         need = sync.seen + tokens
+        has_room = not empty and all(x.buffer.tensor is not None and need <= x.buffer.room for x in layers)
+        if has_room and tokens <= MAX_STEP:
+            return
         shape = self._shape(cache, keys)
         rooms = self._rooms(cache, need, shape)
         if empty:
             self._begin(cache, shape, need, tokens, rooms)
             return
-        has_room = all(x.buffer is not None and x.buffer.tensor is not None and need <= x.buffer.room for x in layers)
-        if has_room and (tokens <= MAX_STEP or self.peak(self.rungs, shape, first.buffer.room, tokens) <= self.limit):
+        if has_room and self.peak(self.rungs, shape, layers[0].buffer.room, tokens) <= self.limit:
             return
         cache._catch_up()
         for layer in layers:
@@ -363,7 +368,7 @@ class Budget:
         Raises:
             ValueError: the budget is not enough. Nothing is changed then.
         """
-        layers: list[KVLayer] = cache.compressed_layers
+        layers: list[Any] = cache.compressed_layers
         if not layers[0].seen and not cache._sync.seen:
             return
         cache._catch_up()
@@ -397,7 +402,7 @@ class Budget:
             ValueError: what the cache holds cannot be made so small. Nothing is changed then.
         """
         before, self.limit = self.limit, limit
-        layers: list[KVLayer] = cache.compressed_layers
+        layers: list[Any] = cache.compressed_layers
         try:
             cache._catch_up()
             if not layers[0].seen or limit >= before:
@@ -479,7 +484,7 @@ class Budget:
             layer.smooths_by_prompt = scheme.smooths_keys and layer.smoothing is None
             if layer.queries is not None:
                 layer.queries.always = "query" not in scheme.needs
-        cache.preset, cache._compiled = self.preset(), None
+        self._tell(cache)
 
     def _go(self, cache: Any, shape: Shape, rungs: Rungs, room: int) -> None:
         """Takes all layers to these rungs, and to buffers of this room; those that become smaller go first."""
@@ -491,9 +496,6 @@ class Budget:
             store = layer.held()
             return layer_bytes(scheme, shape, room) - held_bytes(store.tensors())
 
-        if self.rungs != rungs:
-            # Kernels of other formats are compiled before the next forward.
-            cache._compiled = None
         try:
             for i, (layer, scheme) in sorted(layers, key=growth):
                 plan = plan_of(scheme, shape, room)
@@ -502,7 +504,15 @@ class Budget:
         finally:
             # Should a layer fail, each is where it was or where it was to go.
             self.adopt([layer.scheme for layer in cache.compressed_layers])
-            cache.preset = self.preset()
+            self._tell(cache)
+
+    def _tell(self, cache: Any) -> None:
+        """Tells the cache of its layers' schemes; kernels of other formats are compiled, and steps run once first."""
+        preset = self.preset()
+        if preset != cache.preset:
+            cache.preset, cache._compiled = preset, None
+            if cache.graphs is not None:
+                cache.graphs.note_preset(preset)
 
     def _smoothing(
         self, cache: Any, index: int, layer: KVLayer, scheme: Scheme, keys: Callable[[], Tensor] | None

@@ -249,6 +249,10 @@ class StepGraphs:
 
     # Buffers of the layers.
 
+    def note_preset(self, preset: Any) -> None:
+        """Notes the schemes that layers have now: what was captured before was of other kernels."""
+        self._preset = repr(preset)
+
     def release(self) -> None:
         """Leaves the buffers of a cache that is gone to the next one."""
         if self.sync.buffers is not None:
