@@ -225,16 +225,22 @@ MUTANTS = [
         "best & (best.cumsum(1) < whole[:, None])",
     ),
     Mutant("evict-first", "eviction", RANK, "judged = (evidence.rank >= first)", "judged = (evidence.rank >= 0)"),
-    Mutant("evict-room", "eviction", POLICY, "always = self.first + max(self.window, hold)", "always = self.first"),
+    Mutant(
+        "evict-room",
+        "eviction",
+        POLICY,
+        "always = self.first + max(self.window, hold)\n        return torch",
+        "always = self.first\n        return torch",
+    ),
     Mutant(
         "evict-when",
         "eviction",
         POLICY,
-        "(budget + self.interval - held).clamp(min=1)",
-        "(budget + self.interval - held + 1).clamp(min=1)",
+        "+ ahead >= budgets + self.interval",
+        "+ ahead > budgets + self.interval",
     ),
     Mutant(
-        "evict-history", "eviction", EVICT, "torch.where(old.isnan(), scores, self.policy.merge(old, scores))", "scores"
+        "evict-history", "eviction", KEPT, "torch.where(old.isnan(), scores, policy.merge(old, scores))", "scores"
     ),
     Mutant(
         "evict-newest",
