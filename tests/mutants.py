@@ -236,12 +236,10 @@ MUTANTS = [
         "evict-when",
         "eviction",
         POLICY,
-        "+ ahead >= budgets + self.interval",
-        "+ ahead > budgets + self.interval",
+        "argmax(-1) + 1, most), most)",
+        "argmax(-1) + 2, most + 1), most + 1)",
     ),
-    Mutant(
-        "evict-history", "eviction", KEPT, "torch.where(old.isnan(), scores, policy.merge(old, scores))", "scores"
-    ),
+    Mutant("evict-history", "eviction", KEPT, "torch.where(old.isnan(), scores, policy.merge(old, scores))", "scores"),
     Mutant(
         "evict-newest",
         "eviction",
