@@ -818,7 +818,7 @@ class MixedKVCache(Cache):
     # Copies.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedKVCache:
-        """Independent layers; config and scheme are shared, and full pages where the cache grows."""
+        """Independent layers; config and scheme are shared."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
