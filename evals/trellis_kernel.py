@@ -1,6 +1,6 @@
 """Prototype of a decode kernel over trellis pages of 2 bits, timed beside today's formats in one run on a GPU.
 
-    PYTHONPATH=. python evals/trellis_kernel.py [--sizes 32x32k,1x128k] [--formats 2-bit,kivi-2,best-2.5,kitty-pro] [--json FILE]
+    PYTHONPATH=. python evals/trellis_kernel.py [--sizes 32x32k,1x128k] [--formats 2-bit,kitty-pro] [--json FILE]
     TRITON_INTERPRET=1 PYTHONPATH=. python evals/trellis_kernel.py --check
 
 A state of 8 bits gives two numbers: ``y = (state * MULTIPLIER + ADDEND) mod 2^32``, and the two halves of
@@ -145,9 +145,9 @@ def decode_kernel(
         for f in tl.static_range(8):
             # Field f of scalar codes is 4^(f mod 5) times its code.
             b_scale = tl.load(p_s + f * E).to(tl.float32) * (1.0 if TRELLIS else 0.25 ** (f % 5))
-            b_q = (b_qs[f] * b_scale[:, None]).to(tl.float16)
-            b_s1 = tl.dot(b_left[f], b_q, b_s1)
-            b_s2 = tl.dot(b_right[f], b_q, b_s2)
+            b_scaled = (b_qs[f] * b_scale[:, None]).to(tl.float16)
+            b_s1 = tl.dot(b_left[f], b_scaled, b_s1)
+            b_s2 = tl.dot(b_right[f], b_scaled, b_s2)
             b_bias += b_qs[f] * tl.load(p_z + f * E).to(tl.float32)[:, None]
         UNIT: tl.constexpr = 1.0 if TRELLIS else 16777216.0
         b_shift = tl.sum(b_bias, 0)[None, :]
