@@ -34,9 +34,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from evals.trellis_kernel import code_table
-from hfkvq.caches.schemes.base import Entry, Layout, Limits, SideLayout, knob
+from hfkvq.caches.schemes.base import Layout, Limits, SideLayout, knob, split_knobs
 from hfkvq.caches.schemes.kitty import Kitty
-from hfkvq.caches.schemes.preset import get_preset
+from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.caches.store import kvstore
 from hfkvq.kernels.pages import PageFormat
 from hfkvq.kernels.quantize import dequantize_pages, quantize_pages
@@ -338,10 +338,9 @@ class Trellis(Kitty):
         fits: see `Code`.
     """
 
-    name = "trellis"
-    presets: ClassVar = {
-        "trellis": Entry("Trellis codes in best-2.5's pages, simulated.", dict(get_preset("best-2.5").scheme.knobs()))
-    }
+    # Without a name nothing is registered.
+    name = ""
+    presets: ClassVar = {}
 
     keys: str = knob("4x32+2x96")
     values: str | int = knob("2")
@@ -435,6 +434,13 @@ class Trellis(Kitty):
         return self.code(parsed(self.values), False).rounded(x.float().flatten(0, 3)).view(x.shape)
 
 
+def parse_cache(text: str) -> Preset:
+    """A preset; ``trellis``, with options, is `Trellis` with what `best-2.5` has."""
+    name, knobs = split_knobs(text)
+    known = {key: value for key, value in get_preset("best-2.5").scheme.knobs().items() if key not in knobs}
+    return get_preset(Trellis(**known, **knobs) if name == "trellis" else text)
+
+
 def parsed(widths: str | int) -> tuple[int, ...]:
     """Widths that are written as digits."""
     return tuple(map(int, str(widths)))
@@ -507,14 +513,14 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=8, help="tokens fed at a time behind a prompt")
     parser.add_argument("--batch-size", type=int, default=4)
     given = parser.parse_args()
-    warnings.filterwarnings("ignore", message="trellis: ")
+    warnings.filterwarnings("ignore", message=".*trellis codes are simulated")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = find_model(given.model)
     model, tokenizer = load_model(source, device), load_tokenizer(source)
     files = sorted((given.data / "texts").glob("*.*")) if given.data else None
     texts = find_texts(files, None, "", "text", source.reference, 0)
     windows = cut(texts, tokenizer, given.prompt + given.scored, given.windows)
-    groups = [{name: get_preset(name) for name in text.split(",")} for text in given.caches]
+    groups = [{name: parse_cache(name) for name in text.split(",")} for text in given.caches]
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     options = {"prefill": given.prompt, "chunk": given.chunk, "batch_size": given.batch_size}
     about = {"model": source.name, "model_file": source.origin or None, "device": device_name(torch.device(device))}
