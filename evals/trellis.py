@@ -174,8 +174,8 @@ class Code:
         centred: whether a sequence has a mean.
         scale_bits: of a sequence's scale, 16 (f16) or 8 (powers of ``2^(1 / STEPS)``).
         table: one of `TABLES`.
-        fits: how often scale and mean are fitted to the walk, by least squares; walks but the first use what was
-            fitted.
+        fits: walks that are tried, with scales from the deviation to one that reaches the farthest number.
+        power: of errors, whose sum chooses among them.
     """
 
     widths: tuple[int, ...]
@@ -185,23 +185,42 @@ class Code:
     scale_bits: int = 16
     table: str = "trained"
     fits: int = 1
+    power: int = 2
 
     def rounded(self, x: Tensor) -> Tensor:
         """Sequences f32 (N, n) as they are decoded."""
         tables = TABLES[self.table](self.widths, self.states, x.device)
-        mean = x.mean(1, keepdim=True) if self.centred else torch.zeros_like(x[:, :1])
-        scale = (x - mean).square().mean(1, keepdim=True).sqrt()
-        for _ in range(self.fits):
-            scale, mean = self._stored(scale), mean.half().float()
+        own = x.mean(1, keepdim=True) if self.centred else torch.zeros_like(x[:, :1])
+        deviation = (x - own).square().mean(1, keepdim=True).sqrt()
+        middle = (x.amax(1, keepdim=True) + x.amin(1, keepdim=True)) / 2 if self.centred else own
+        widest = torch.maximum((x - middle).abs().amax(1, keepdim=True) / tables.abs().max(), deviation)
+        best: tuple[Tensor, Tensor] | None = None
+        for i in range(self.fits):
+            # From a scale by the deviation, which few far numbers exceed, to one that reaches all of them.
+            share = i / max(1, self.fits - 1)
+            mean = (own + share * (middle - own)).half().float()
+            scale = self._stored(deviation + share * (widest - deviation))
             found = looked_up(walk((x - mean) / scale, tables, self.widths, self.biting), tables)
-            middle = found.mean(1, keepdim=True) if self.centred else torch.zeros_like(mean)
-            own = x.mean(1, keepdim=True) if self.centred else mean
-            square = (found - middle).square().sum(1, keepdim=True)
-            fitted = ((x - own) * (found - middle)).sum(1, keepdim=True) / square.clamp(min=1e-20)
-            # A walk that tells nothing of its sequence keeps the scale that it was made with.
-            scale = torch.where(fitted > 0, fitted, scale)
-            mean = own - self._stored(scale) * middle
-        return found * self._stored(scale) + mean.half().float()
+            for made in (found * scale + mean, self._fitted(x, found, scale)):
+                lost = (x - made).abs().pow(self.power).sum(1, keepdim=True)
+                if best is None:
+                    best = lost, made
+                else:
+                    less = lost < best[0]
+                    best = torch.where(less, lost, best[0]), torch.where(less, made, best[1])
+        assert best is not None
+        return best[1]
+
+    def _fitted(self, x: Tensor, found: Tensor, scale: Tensor) -> Tensor:
+        """A walk's numbers times a scale, plus a mean, of least squared error."""
+        middle, own = found.mean(1, keepdim=True), x.mean(1, keepdim=True)
+        if not self.centred:
+            middle = own = torch.zeros_like(own)
+        square = (found - middle).square().sum(1, keepdim=True)
+        fitted = ((x - own) * (found - middle)).sum(1, keepdim=True) / square.clamp(min=1e-20)
+        # A walk that tells nothing of its sequence keeps the scale that it was made with.
+        scale = self._stored(torch.where(fitted > 0, fitted, scale))
+        return found * scale + (own - scale * middle).half().float()
 
     def _stored(self, scale: Tensor) -> Tensor:
         scale = scale.clamp(2.0**-14, 65504)
@@ -335,7 +354,8 @@ class Trellis(Kitty):
         biting: see `walk`.
         scale_bits: see `Code`.
         table: see `Code`.
-        fits: see `Code`.
+        fits: see `Code`; of keys.
+        power: see `Code`; of keys.
     """
 
     # Without a name nothing is registered.
@@ -348,7 +368,8 @@ class Trellis(Kitty):
     biting: bool = knob(False, choices=(False, True))
     scale_bits: int = knob(16, choices=(8, 16))
     table: str = knob("trained", choices=tuple(TABLES))
-    fits: int = knob(1, low=1, high=4)
+    fits: int = knob(1, low=1, high=8)
+    power: int = knob(4, choices=(2, 4))
 
     def limits(self, key_dim: int, value_dim: int) -> Limits:
         """Steps are not captured, since pages are not written by their kernels."""
@@ -368,7 +389,8 @@ class Trellis(Kitty):
 
     def code(self, widths: tuple[int, ...], centred: bool) -> Code:
         """A code of these widths."""
-        return Code(widths, self.states, self.biting, centred, self.scale_bits, self.table, self.fits)
+        own = (self.fits, self.power) if centred else (1, 2)
+        return Code(widths, self.states, self.biting, centred, self.scale_bits, self.table, *own)
 
     def classes(self, head_dim: int) -> list[tuple[tuple[int, ...], int]]:
         """Widths of key channels and how many have them, those of most bits first."""
