@@ -284,6 +284,10 @@ RESIDUAL = 0.29
 """Step of the two bits more of raised channels, in scales of their channel: about the deviation of what is left."""
 
 
+FAR, REACH = 2.9, 2.2
+"""Half the range of a channel, in deviations, from which its scale is that of its range; greatest number of a state."""
+
+
 def paired_keys(x: Tensor, q_abs: Tensor | None, raised: int) -> Tensor:
     """Keys (B, H, n, G, D) in loops of two tokens, half a page apart, and 16 channels, as the kernel reads them.
 
@@ -291,7 +295,12 @@ def paired_keys(x: Tensor, q_abs: Tensor | None, raised: int) -> Tensor:
     """
     x = x.float()
     mean, scale = x.mean(3, keepdim=True), x.std(3, keepdim=True, correction=0).clamp(min=1e-6)
-    mean, scale = mean.half().float(), scale.half().float()
+    middle = (x.amax(3, keepdim=True) + x.amin(3, keepdim=True)) / 2
+    half = (x - middle).amax(3, keepdim=True)
+    # Channels with tokens far out reach all of them.
+    far = half > FAR * scale
+    mean = torch.where(far, middle, mean).half().float()
+    scale = torch.where(far, half / REACH, scale).half().float()
     weight = scale.square() if q_abs is None else (scale * q_abs.float()[:, :, None, None]).square()
     above = torch.zeros_like(weight, dtype=torch.bool)
     if raised:
@@ -311,8 +320,10 @@ def paired_keys(x: Tensor, q_abs: Tensor | None, raised: int) -> Tensor:
     found = made.permute(0, 1, 2, 5, 3, 6, 4, 7).reshape(x.shape)
     middle, own = found.mean(3, keepdim=True), x.mean(3, keepdim=True)
     fitted = ((x - own) * (found - middle)).sum(3, keepdim=True) / (found - middle).square().sum(3, keepdim=True)
-    scale = torch.where(fitted > 0, fitted, scale).half().float()
-    found = found * scale + (own - scale * middle).half().float()
+    # A fit by squares would leave what is far out.
+    fitted = torch.where(far | (fitted <= 0), scale, fitted).half().float()
+    mean = torch.where(far, mean, own - fitted * middle).half().float()
+    found, scale = found * fitted + mean, fitted
     step = RESIDUAL * scale
     residual = (((x - found) / step).floor().clamp(-2, 1) + 0.5) * step
     return torch.where(above, found + residual, found)
@@ -368,7 +379,7 @@ class Trellis(Kitty):
     biting: bool = knob(False, choices=(False, True))
     scale_bits: int = knob(16, choices=(8, 16))
     table: str = knob("trained", choices=tuple(TABLES))
-    fits: int = knob(1, low=1, high=8)
+    fits: int = knob(2, low=1, high=8)
     power: int = knob(4, choices=(2, 4))
 
     def limits(self, key_dim: int, value_dim: int) -> Limits:
