@@ -243,7 +243,7 @@ class Budget:
         Raises:
             ValueError: a scheme that is on no rung.
         """
-        every = list(itertools.product(range(len(self.ladder)), repeat=2))
+        every = [(keys, values) for keys in range(len(self.ladder)) for values in range(len(self.ladder))]
         found: list[tuple[int, int]] = []
         for i, scheme in enumerate(schemes):
             own = next((rungs for rungs in every if self.scheme(i, rungs) == scheme), None)
@@ -374,7 +374,8 @@ class Budget:
         cache._catch_up()
         for layer in layers:
             layer.settle()
-        shape, need = self._shape(cache, None), layers[0].seen
+        # A fixed capacity stays what it is.
+        shape, need = self._shape(cache, None), layers[0].capacity or layers[0].seen
         room = max(need, *(x.buffer.room for x in layers))
         held = [room] if room == need else [room, need]
         if rows is not None and (copies or rows != shape.rows):
@@ -409,7 +410,7 @@ class Budget:
                 return
             for layer in layers:
                 layer.settle()
-            shape, need = self._shape(cache, None), layers[0].seen
+            shape, need = self._shape(cache, None), layers[0].capacity or layers[0].seen
             room = max(need, *(x.buffer.room for x in layers))
             rungs, room = self.choose(shape, need, 0, lambda stays: [room, need] if stays else [need])
             self._go(cache, shape, rungs, room)

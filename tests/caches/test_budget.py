@@ -202,7 +202,7 @@ class History:
 
     def prompt(self):
         if self.seen:
-            return self.feed(self.random.choice([17, 40, 90]))
+            return self.feed(self.random.choice([17, 40, 90, 180]))
         tokens, mask = self.random.choice([1, 5, 30, 90, 200]), None
         if self.rows > 1 and self.random.random() < 0.5:
             mask = torch.ones(self.rows, tokens, dtype=torch.long)

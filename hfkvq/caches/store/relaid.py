@@ -53,7 +53,8 @@ class Reader:
     """
 
     def __init__(self, state: StoreState, side: Side, change: Callable[[Tensor], Tensor] | None) -> None:
-        self.state, self.side, self.change, self.at = state, side, change, SIDES.index(side)
+        self.side: Side = side
+        self.state, self.change, self.at = state, change, SIDES.index(side)
         self.view, self.fmt = state.runs[0], state.format.runs[0][self.at]
         self.parts = self.view.keys if side == "keys" else self.view.values
         self.tail, self.sealed = state.windows[2 + self.at], run_count(state.counters, 0, side)
