@@ -106,7 +106,7 @@ class MixedKVCache(Cache):
             (`hfkvq.caches.budget`). Everything counts that `memory` counts, and the copies that a step down makes.
             With ``max_cache_len`` the widths are chosen at once, for the whole capacity.
         order: with ``memory``, the order in which layers go down: (layer, "keys" or "values") pairs, or a file that
-            `hfkvq.tuning.order.save_order` wrote. None goes by depth.
+            `hfkvq.tuning.save_order` wrote. None goes by depth.
         layers: schemes of single layers, ``{"0-1": "full", "-1": {"boost_ratio": 0.5}}``: a name, a `Scheme`, or
             options of the main scheme, by layers of the decoder (ranges include both ends). Layers that are not
             compressed anyway stay as they are.

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .conversations import Conversation, load_conversations, parse_conversation
     from .layerwise import LayerPlan, tune_layers
     from .objectives import LmEvalTasks, ReferenceTasks, TextKLD, Timed
+    from .order import save_order, tune_order
     from .room import fit_room, measure_room
     from .score import Score
     from .sensitivity import Sensitivity
@@ -24,6 +25,7 @@ _HOMES = {
     **dict.fromkeys(("Conversation", "load_conversations", "parse_conversation"), "conversations"),
     **dict.fromkeys(("LayerPlan", "tune_layers"), "layerwise"),
     **dict.fromkeys(("LmEvalTasks", "ReferenceTasks", "TextKLD", "Timed"), "objectives"),
+    **dict.fromkeys(("save_order", "tune_order"), "order"),
     **dict.fromkeys(("fit_room", "measure_room"), "room"),
     "Score": "score",
     "Sensitivity": "sensitivity",
@@ -49,9 +51,11 @@ __all__ = [
     "make_table",
     "measure_room",
     "parse_conversation",
+    "save_order",
     "sweep",
     "tune",
     "tune_layers",
+    "tune_order",
 ]
 
 
