@@ -92,9 +92,9 @@ def reasons(config: Any, head_size: int, kv_cache_dtype: str | None, block_size:
         parallel = config.parallel_config
         for option in ("pipeline_parallel_size", "data_parallel_size"):
             if getattr(parallel, option) > 1:
-                found.append(f"{option}: got {getattr(parallel, option)}, allowed 1 with {name}, saw-int4 has no limit")
+                found.append(f"{option}: got {getattr(parallel, option)}, allowed 1 with {name}")
         if getattr(parallel, "use_ubatching", False):
-            found.append(f"enable_dbo: got it, allowed False with {name}: a batch is to come whole")
+            found.append(f"enable_dbo: got True, allowed False with {name}: a batch is to come whole")
     return found
 
 

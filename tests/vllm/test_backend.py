@@ -300,7 +300,7 @@ def test_slots_outlive_strangers(backend, monkeypatch):
     engine = Engine(backend, monkeypatch)
     rng = random.Random(0)
     live = []
-    for number in range(60):
+    for number in range(30):
         while len(live) < 8 and rng.random() < 0.7:
             live.append(f"{number}-{len(live)}")
         counts = {name: 1 if name in engine.held else rng.randrange(1, 150) for name in live}
@@ -449,6 +449,13 @@ def test_other_configurations_are_refused(backend, monkeypatch):
     assert "head_size: got 80" in refused(80, torch.bfloat16, hfkvq.vllm.DTYPE, None)[0]
     config.speculative_config = object()
     assert "speculative_config" in refused(DIM, torch.bfloat16, hfkvq.vllm.DTYPE, None)[0]
+    config.speculative_config = None
+    config.parallel_config.pipeline_parallel_size, config.parallel_config.use_ubatching = 2, True
+    assert refused(DIM, torch.bfloat16, hfkvq.vllm.DTYPE, None) == []
+    monkeypatch.setenv("HFKVQ_SCHEME", "best-2.5")
+    found = refused(DIM, torch.bfloat16, hfkvq.vllm.DTYPE, None)
+    assert [words.split(":")[0] for words in found] == ["pipeline_parallel_size", "enable_dbo"]
+    monkeypatch.setenv("HFKVQ_SCHEME", "saw-int4")
     with pytest.raises(ValueError, match="sliding_window: got 128"):
         backend.Attention(QUERY_HEADS, DIM, 1.0, HEADS, None, 128)
     with pytest.raises(ValueError, match="sinks: got"):
