@@ -469,10 +469,6 @@ class Budget:
             self.rungs = before
             raise
         self.rungs = rungs
-        model = None if cache._model is None else cache._model()
-        if model is not None and any(scheme.smooths_keys for scheme in self.ladder):
-            # The model is called while there is memory, not when the cache goes down.
-            measure(model, cache.config)
         for i, (layer, scheme) in enumerate(zip(cache.compressed_layers, self.schemes(), strict=True)):
             buffer = layer.buffer
             same = buffer.tensor is not None and buffer.plan == plan_of(scheme, shape, buffer.room)

@@ -447,3 +447,24 @@ def test_an_order_is_followed(model):
     cache = MixedKVCache(model, memory="64MiB", order=order)
     # Layer 2 of 4 is the one that the preset holds in 4 bits.
     assert cache.budget.moves == [(2, "keys", 1), (0, "values", 1)]
+
+
+def test_the_models_own_vectors_smooth_keys_that_go_down(model):
+    """Measured before the first layer of the first prompt, and not in between layers."""
+    calls = []
+    cache = MixedKVCache(model, memory="64MiB")
+    plain = MixedKVCache(model, small("best-4.3"))
+    attention = model.model.layers[0].self_attn
+    forward_of = attention.forward
+    attention.forward = lambda *args, **kwargs: (calls.append("in"), forward_of(*args, **kwargs), calls.append("out"))[
+        1
+    ]
+    try:
+        forward(model, cache, prompt(1, 90))
+    finally:
+        attention.forward = forward_of
+    assert calls == ["in", "out"] * 2, "no call within another"
+    forward(model, plain, prompt(1, 90))
+    go(cache, ((1, 1),) * LAYERS)
+    for ours, theirs in zip(cache.compressed_layers, plain.compressed_layers, strict=True):
+        assert torch.equal(ours.smoothing.vectors, theirs.smoothing.vectors)
