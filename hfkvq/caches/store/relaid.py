@@ -33,15 +33,15 @@ COPIES = 8
 """Copies in f32, at the most, of the tokens that are at work: dequantized, unpacked, turned, sealed."""
 
 
-def pages_at_a_time(blocks: int, page: int) -> int:
-    """Pages of each row that are dequantized at a time, of so many: a small part of them."""
-    return max(1, min(MOST // page, blocks // 32))
+def pages_at_a_time(blocks: int, page: int, tail: int) -> int:
+    """Pages of each row that are dequantized at a time: as many as a tail is read from, or a small part of all."""
+    return max(tail // page + 2, min(MOST // page, blocks // 32))
 
 
 def relaid_scratch(plan: StepPlan) -> int:
     """Most bytes that `relaid` allocates beside a new buffer of this plan."""
     page = plan.format.runs[0][0].page_size
-    pages = max(pages_at_a_time(plan.blocks[0], page), max(plan.tails) // page + 2)
+    pages = pages_at_a_time(plan.blocks[0], page, max(plan.tails))
     return COPIES * 4 * plan.rows * plan.heads * max(plan.key_dim, plan.value_dim) * pages * page + 4096
 
 
@@ -143,7 +143,7 @@ def relaid(
         reader = Reader(state, side, changes.get(side))
         fmt, run = own.formats[0], buffer.runs[0]
         parts, local = (run.keys, run.values)[at], max(own.local, hold)
-        chunk = pages_at_a_time(table.shape[1], page)
+        chunk = pages_at_a_time(table.shape[1], page, max(tail.shape[2] for tail in buffer.windows[2:]))
         if side in changes:
             sealed = tokens_due_by_row(rest, 0, local, own.unit)
             counters[RUNS + at] = sealed
