@@ -189,6 +189,81 @@ def merge_kernel(parts, sums, out, n_splits, D: tl.constexpr, R: tl.constexpr, B
     tl.store(out + (i_row * R + i_m) * D + o_d, b_out.to(out.dtype.element_ty))
 
 
+@triton.jit
+def walk_kernel(x, weight, table, scratch, states, n_loops, BN: tl.constexpr):
+    """States of BN loops of 32 numbers: a free walk finds where the ends meet, a second one the states.
+
+    Costs are f32 [BN, 16, 16], by upper and lower half of a state. The upper half of the best state before stands in
+    the last 4 bits of a cost, so that a minimum finds both.
+    """
+    o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    m_n = o_n < n_loops
+    o_s = tl.arange(0, 16)
+    o_state = o_s[:, None] * 16 + o_s[None, :]
+    b_first, b_second = tl.load(table + 2 * o_state)[None], tl.load(table + 2 * o_state + 1)[None]
+    b_shared = tl.zeros((BN,), tl.int32)
+    for place in tl.static_range(8, -1, -8):
+        b_cost = emissions(x, weight, o_n, m_n, place, b_first, b_second)
+        if place == 0:
+            b_cost = tl.where(o_s[None, :, None] == b_shared[:, None, None], b_cost, 1e30)
+        for i in range(1, 16):
+            # [BN, 16], by the lower half of the state before, which becomes the upper one.
+            b_best = cheapest(b_cost)
+            b_from = (b_best.to(tl.int32, bitcast=True) & 15).to(tl.uint8)
+            tl.store(scratch + (o_n * 16 + i)[:, None] * 16 + o_s[None, :], b_from, m_n[:, None])
+            b_cost = b_best[:, :, None] + emissions(x, weight, o_n, m_n, (i + place) % 16, b_first, b_second)
+        b_best = cheapest(b_cost)
+        if place == 0:
+            b_lower = b_shared
+        else:
+            b_lower = tl.argmin(b_best, 1).to(tl.int32)
+        b_all = b_best.to(tl.int32, bitcast=True) & 15
+        b_upper = tl.sum(tl.where(o_s[None, :] == b_lower[:, None], b_all, 0), 1)
+        # What one thread has noted another reads.
+        tl.debug_barrier()
+        # The free walk is wanted back to the loop's first numbers.
+        for i in range(15, place, -1):
+            if place == 0:
+                tl.store(states + o_n * 16 + i, (b_upper * 16 + b_lower).to(tl.uint8), m_n)
+            b_lower = b_upper
+            b_upper = tl.load(scratch + (o_n * 16 + i) * 16 + b_lower, mask=m_n, other=0).to(tl.int32)
+        if place == 0:
+            tl.store(states + o_n * 16, (b_upper * 16 + b_lower).to(tl.uint8), m_n)
+        b_shared = b_upper
+        tl.debug_barrier()
+
+
+@triton.jit
+def emissions(x, weight, o_n, m_n, step, b_first, b_second):
+    """Errors of two numbers of each loop by state, without what states share: f32 [BN, 16, 16]."""
+    p_x = o_n * 32 + step * 2
+    b_w1, b_w2 = tl.load(weight + p_x, mask=m_n, other=0.0), tl.load(weight + p_x + 1, mask=m_n, other=0.0)
+    b_x1, b_x2 = tl.load(x + p_x, mask=m_n, other=0.0), tl.load(x + p_x + 1, mask=m_n, other=0.0)
+    b_e1 = b_first * (b_first * b_w1[:, None, None] - (2.0 * b_w1 * b_x1)[:, None, None])
+    return b_e1 + b_second * (b_second * b_w2[:, None, None] - (2.0 * b_w2 * b_x2)[:, None, None])
+
+
+@triton.jit
+def cheapest(b_cost):
+    """Least of costs [BN, 16, 16] over the upper halves: [BN, 16], with that half in the last 4 bits."""
+    b_bits = (b_cost.to(tl.int32, bitcast=True) & -16) | tl.arange(0, 16)[None, :, None]
+    return tl.min(b_bits.to(tl.float32, bitcast=True), 1)
+
+
+def walked(x: Tensor, weight: Tensor, table: Tensor, block: int = 4, warps: int = 2) -> Tensor:
+    """States u8 (N, 16) of loops f32 (N, 16, 2) of least weighted squared error.
+
+    Args:
+        weight: f32 (N, 16, 2).
+        table: f32 (256, 2), what states stand for.
+    """
+    states = torch.empty(x.shape[:2], dtype=torch.uint8, device=x.device)
+    scratch = torch.empty(*x.shape[:2], 16, dtype=torch.uint8, device=x.device)
+    grid = (triton.cdiv(len(x), block),)
+    walk_kernel[grid](x, weight, table, scratch, states, len(x), block, num_warps=warps)
+    return states
+
+
 # Pages, in PyTorch.
 
 
@@ -303,6 +378,23 @@ def check(device: torch.device, dim: int = 128) -> None:
             raise ValueError(f"trellis={trellis}: the kernel is wrong by {error:.3g}, allowed 0.02.")
 
 
+def time_walks(device: torch.device, loops: int = 2**21) -> None:
+    """Prints how long it takes to find the states of keys and values of 32k tokens of 8 heads of 128: 2^21 loops."""
+    x, weight = torch.randn(loops, 16, 2, device=device), torch.ones(loops, 16, 2, device=device)
+    table = code_table(device) / 0.8
+    for block, warps in ((2, 1), (4, 1), (4, 2), (8, 2), (8, 4)):
+        try:
+            timing = time_calls([partial(walked, x, weight, table, block, warps)], 3, 1.0)
+        except Exception as error:
+            print("walks", block, warps, first_line(error), flush=True)
+            continue
+        lost = float((x - table[walked(x, weight, table, block, warps).long()]).square().mean())
+        print(
+            f"walks of {loops} loops: {block} a program, {warps} warps: {timing.p50 / 1e3:.2f} ms, lost {lost:.4f}",
+            flush=True,
+        )
+
+
 def rows_of(shape: Shape, device: torch.device, copied: float) -> list[dict[str, Any]]:
     """Lines of the prototype at a shape: the fastest of some numbers of splits, warps and stages."""
     found = []
@@ -342,6 +434,7 @@ def main() -> None:
     """Checks, then times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only compare with PyTorch")
+    parser.add_argument("--walks", action="store_true", help="only time how long pages take to be encoded")
     parser.add_argument("--sizes", default="32x32k,1x128k")
     parser.add_argument("--formats", default="2-bit,kivi-2,best-2.5,kitty-pro")
     parser.add_argument("--json", type=Path)
@@ -351,6 +444,9 @@ def main() -> None:
     if given.check:
         return
     device = torch.device("cuda", torch.cuda.current_device())
+    if given.walks:
+        time_walks(device)
+        return
     shapes = [Shape(*parse_size(part)) for part in given.sizes.split(",")]
     names = given.formats.split(",")
     compile_formats(names, shapes, device)

@@ -94,3 +94,17 @@ def test_pages_hold_what_codes_decode_to(monkeypatch) -> None:
 
 def test_kernel_is_right() -> None:
     trellis_kernel.check(torch.device("cpu"))
+
+
+def test_kernel_finds_the_walks_of_least_error() -> None:
+    generator = torch.Generator().manual_seed(4)
+    x, weight = torch.randn(12, 16, 2, generator=generator), torch.rand(12, 16, 2, generator=generator) + 0.1
+    table = trellis_kernel.code_table()
+    states = trellis_kernel.walked(x, weight, table, 4).long()
+    # A loop: states follow upon each other, the first one upon the last.
+    assert torch.equal(states >> 4, states.roll(1, 1) & 15)
+    lost = ((x - table[states]).square() * weight).sum((1, 2))
+    emissions = ((x[:, :, None] - table).square() * weight[:, :, None]).sum(-1)
+    free = trellis._paired(emissions.roll(-8, 1))[:, 8] >> 4
+    exact = emissions.gather(2, trellis._paired(emissions, free)[..., None]).sum((1, 2))
+    assert lost == pytest.approx(exact, rel=1e-3)
