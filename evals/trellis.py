@@ -163,6 +163,14 @@ def computed(widths: tuple[int, ...], states: int, device: torch.device) -> Tens
 TABLES = {"trained": trained, "computed": computed}
 
 
+def fitted_scale(x: Tensor, found: Tensor, scale: Tensor, dim: int, unbiased: bool) -> Tensor:
+    """Scale of a walk's numbers, fitted along a dimension: by least squares, or as `Code` says of ``unbiased``."""
+    along = (x * found).sum(dim, keepdim=True)
+    fitted = x.square().sum(dim, keepdim=True) / along if unbiased else along / found.square().sum(dim, keepdim=True)
+    # A walk that tells nothing of its sequence keeps the scale that it was made with.
+    return torch.where((along > 0) & fitted.isfinite() & (fitted < 2 * scale), fitted, scale)
+
+
 @dataclass(frozen=True)
 class Code:
     """A trellis code of sequences.
@@ -176,6 +184,8 @@ class Code:
         table: one of `TABLES`.
         fits: walks that are tried, with scales from the deviation to one that reaches the farthest number.
         power: of errors, whose sum chooses among them.
+        unbiased: whether the fit keeps a sequence's length along itself, ``x·x̂ = x·x``, in place of the least error,
+            which makes everything shorter: what many tokens have in common does not average out.
     """
 
     widths: tuple[int, ...]
@@ -186,6 +196,7 @@ class Code:
     table: str = "trained"
     fits: int = 1
     power: int = 2
+    unbiased: bool = False
 
     def rounded(self, x: Tensor) -> Tensor:
         """Sequences f32 (N, n) as they are decoded."""
@@ -201,7 +212,8 @@ class Code:
             mean = (own + share * (middle - own)).half().float()
             scale = self._stored(deviation + share * (widest - deviation))
             found = looked_up(walk((x - mean) / scale, tables, self.widths, self.biting), tables)
-            for made in (found * scale + mean, self._fitted(x, found, scale)):
+            fitted = self._fitted(x, found, scale)
+            for made in (fitted,) if self.unbiased else (found * scale + mean, fitted):
                 lost = (x - made).abs().pow(self.power).sum(1, keepdim=True)
                 if best is None:
                     best = lost, made
@@ -216,10 +228,7 @@ class Code:
         middle, own = found.mean(1, keepdim=True), x.mean(1, keepdim=True)
         if not self.centred:
             middle = own = torch.zeros_like(own)
-        square = (found - middle).square().sum(1, keepdim=True)
-        fitted = ((x - own) * (found - middle)).sum(1, keepdim=True) / square.clamp(min=1e-20)
-        # A walk that tells nothing of its sequence keeps the scale that it was made with.
-        scale = self._stored(torch.where(fitted > 0, fitted, scale))
+        scale = self._stored(fitted_scale(x - own, found - middle, scale, 1, self.unbiased))
         return found * scale + (own - scale * middle).half().float()
 
     def _stored(self, scale: Tensor) -> Tensor:
@@ -288,7 +297,7 @@ FAR, REACH = 2.9, 2.2
 """Half the range of a channel, in deviations, from which its scale is that of its range; greatest number of a state."""
 
 
-def paired_keys(x: Tensor, q_abs: Tensor | None, raised: int) -> Tensor:
+def paired_keys(x: Tensor, q_abs: Tensor | None, raised: int, unbiased: bool = False) -> Tensor:
     """Keys (B, H, n, G, D) in loops of two tokens, half a page apart, and 16 channels, as the kernel reads them.
 
     Raised channels have two scalar bits more, of what the walk has left.
@@ -319,9 +328,9 @@ def paired_keys(x: Tensor, q_abs: Tensor | None, raised: int) -> Tensor:
     # (B, H, n, 64, D/16, 2, 8, 2) to (B, H, n, 2, 64, 8, D/16, 2)
     found = made.permute(0, 1, 2, 5, 3, 6, 4, 7).reshape(x.shape)
     middle, own = found.mean(3, keepdim=True), x.mean(3, keepdim=True)
-    fitted = ((x - own) * (found - middle)).sum(3, keepdim=True) / (found - middle).square().sum(3, keepdim=True)
+    fitted = fitted_scale(x - own, found - middle, scale, 3, unbiased)
     # A fit by squares would leave what is far out.
-    fitted = torch.where(far | (fitted <= 0), scale, fitted).half().float()
+    fitted = torch.where(far, scale, fitted).half().float()
     mean = torch.where(far, mean, own - fitted * middle).half().float()
     found, scale = found * fitted + mean, fitted
     step = RESIDUAL * scale
@@ -329,23 +338,22 @@ def paired_keys(x: Tensor, q_abs: Tensor | None, raised: int) -> Tensor:
     return torch.where(above, found + residual, found)
 
 
-def paired_values(x: Tensor) -> Tensor:
+def paired_values(x: Tensor, unbiased: bool = False) -> Tensor:
     """Values (B, H, n, G, D) in loops of two pairs of tokens, half a page apart, and eight channels."""
     x = x.float()
     scale = x.square().mean(4, keepdim=True).sqrt().clamp(min=1e-6).half().float()
-    weight = scale.square()
-    weight = (weight / weight.mean(3, keepdim=True)).clamp(1e-3, 1e3)
 
     def loops(own: Tensor) -> Tensor:
-        parts = own.expand(x.shape).unflatten(4, (8, -1)).unflatten(3, (2, -1, 2))
+        parts = own.unflatten(4, (8, -1)).unflatten(3, (2, -1, 2))
         # (B, H, n, half, pair, token, step, word)
         return parts.permute(0, 1, 2, 4, 7, 3, 6, 5)
 
     normal = loops(x / scale)
-    made = paired(normal.reshape(-1, 16, 2), loops(weight).reshape(-1, 16, 2)).view(normal.shape)
+    # Short tokens count as much as long ones: queries may see them most.
+    numbers = normal.reshape(-1, 16, 2)
+    made = paired(numbers, torch.ones_like(numbers)).view(normal.shape)
     found = made.permute(0, 1, 2, 5, 3, 7, 6, 4).reshape(x.shape)
-    fitted = (x * found).sum(4, keepdim=True) / found.square().sum(4, keepdim=True).clamp(min=1e-6)
-    return found * torch.where(fitted > 0, fitted, scale).half().float()
+    return found * fitted_scale(x, found, scale, 4, unbiased).half().float()
 
 
 # Pages.
@@ -367,6 +375,7 @@ class Trellis(Kitty):
         table: see `Code`.
         fits: see `Code`; of keys.
         power: see `Code`; of keys.
+        unbiased: see `Code`; the sides that are.
     """
 
     # Without a name nothing is registered.
@@ -381,6 +390,7 @@ class Trellis(Kitty):
     table: str = knob("trained", choices=tuple(TABLES))
     fits: int = knob(2, low=1, high=8)
     power: int = knob(4, choices=(2, 4))
+    unbiased: str = knob("values", choices=("neither", "keys", "values", "both"))
 
     def limits(self, key_dim: int, value_dim: int) -> Limits:
         """Steps are not captured, since pages are not written by their kernels."""
@@ -401,7 +411,8 @@ class Trellis(Kitty):
     def code(self, widths: tuple[int, ...], centred: bool) -> Code:
         """A code of these widths."""
         own = (self.fits, self.power) if centred else (1, 2)
-        return Code(widths, self.states, self.biting, centred, self.scale_bits, self.table, *own)
+        unbiased = self.unbiased in ("both", "keys" if centred else "values")
+        return Code(widths, self.states, self.biting, centred, self.scale_bits, self.table, *own, unbiased)
 
     def classes(self, head_dim: int) -> list[tuple[tuple[int, ...], int]]:
         """Widths of key channels and how many have them, those of most bits first."""
@@ -445,7 +456,7 @@ class Trellis(Kitty):
             widths = channel_widths(x, fmt, self.channel_rule, q_abs)
             return _scalar(x, fmt, "keys", widths)
         if self.keys.startswith("paired"):
-            return paired_keys(x, q_abs, self.raised(x.shape[-1]))
+            return paired_keys(x, q_abs, self.raised(x.shape[-1]), self.unbiased in ("keys", "both"))
         channels = x.float().transpose(3, 4)
         score = channels.var(-1, correction=0)
         if q_abs is not None:
@@ -463,7 +474,7 @@ class Trellis(Kitty):
         if self.values == "scalar":
             return _scalar(x, Kitty.layout(self, x.shape[-1], x.shape[-1]).values.formats[0], "values")
         if self.values == "paired":
-            return paired_values(x)
+            return paired_values(x, self.unbiased in ("values", "both"))
         return self.code(parsed(self.values), False).rounded(x.float().flatten(0, 3)).view(x.shape)
 
 

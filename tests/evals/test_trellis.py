@@ -72,7 +72,7 @@ def test_paired_codes_come_back_in_place(raised) -> None:
     assert lost < (0.12 if raised == 0 else 0.1)
     values = x * torch.exp2(torch.arange(128) % 8)[:, None]
     share = (trellis.paired_values(values) - values).square().mean(-1) / values.square().mean(-1)
-    assert share[..., 7::8].mean() < 0.12
+    assert share.mean() < 0.12
 
 
 def test_pages_hold_what_codes_decode_to(monkeypatch) -> None:
