@@ -145,10 +145,16 @@ def read_order(order: Iterable[tuple[int, str]] | str | Path) -> list[tuple[int,
     Raises:
         ValueError: there is no such file, or it holds something else.
     """
-    if not isinstance(order, (str, Path)):
-        return [tuple(pair) for pair in order]  # type: ignore[misc]
-    found = read_json(Path(order), ORDER_KIND, "order", "hfkvq.tuning.order")
-    return [(layer, side) for layer, side in found["order"]]
+    given: Any = order
+    if isinstance(order, (str, Path)):
+        given = read_json(Path(order), ORDER_KIND, "order", "hfkvq.tuning.order").get("order")
+    try:
+        return [(layer, side) for layer, side in given]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"order: got {order!r}, allowed (layer, side) pairs such as [(0, 'values')], or a file of them as "
+            "hfkvq.tuning.save_order writes it."
+        ) from None
 
 
 def parse_memory(memory: Any, device: torch.device) -> int:
@@ -382,13 +388,15 @@ class Budget:
             # Other rows are in memory of their own, until the old ones have gone.
             new = shape._replace(rows=rows)
             for rungs in self.down():
-                both = self.peak(rungs, new, need, 0) + sum(layer_bytes(x, shape, need) for x in self.schemes(rungs))
-                if both + sum(window_bytes(x, new, need) for x in self.schemes(rungs)) <= self.limit:
+                both = self.peak(rungs, new, need, 0)
+                # New rows are gathered from the old buffers, then bound to their own.
+                both += sum(layer_bytes(x, each, need) for x in self.schemes(rungs) for each in (shape, new))
+                if both <= self.limit:
                     break
             else:
                 raise ValueError(
-                    f"memory: {shape.rows} rows cannot become {rows} within {format_bytes(self.limit)}; nothing was "
-                    "changed. Give the cache more (cache.memory_limit = ...), or begin with these rows."
+                    f"memory: a change of {shape.rows} rows to {rows} does not fit in {format_bytes(self.limit)}; "
+                    "nothing was changed. Give the cache more (cache.memory_limit = ...), or begin with these rows."
                 )
             held = [need]
         else:
@@ -406,7 +414,13 @@ class Budget:
         layers: list[Any] = cache.compressed_layers
         try:
             cache._catch_up()
-            if not layers[0].seen or limit >= before:
+            if limit >= before:
+                return
+            if not layers[0].seen:
+                # Buffers that a reset has left may be larger.
+                if cache.memory().total > limit:
+                    for layer in layers:
+                        _drop(layer)
                 return
             for layer in layers:
                 layer.settle()
@@ -473,8 +487,7 @@ class Budget:
             buffer = layer.buffer
             same = buffer.tensor is not None and buffer.plan == plan_of(scheme, shape, buffer.room)
             if not same or buffer.room < room or layer.scheme != scheme:
-                layer.store, layer.is_initialized = None, False
-                buffer.drop()
+                _drop(layer)
                 buffer.room = room
             layer.scheme = scheme
             layer.smoothing = self._smoothing(cache, i, layer, scheme, None)
@@ -583,6 +596,13 @@ class Budget:
             buffer.take_over(Allocation(tensor, None, views, plan), plan.capacity)
             buffer.sync.buffers = None
             buffer._write_queries()
+
+
+def _drop(layer: KVLayer) -> None:
+    """Frees an empty layer's memory."""
+    assert layer.buffer is not None, "a cache with a budget has buffers"
+    layer.store, layer.is_initialized = None, False
+    layer.buffer.drop()
 
 
 @lru_cache(maxsize=4096)

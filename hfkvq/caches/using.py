@@ -47,7 +47,7 @@ class InUse:
         models = [inner] if inner is model else [inner, model]
         strangers, held = [weakref.ref(each) for each in models if each._compiled_call_impl is None], vars(inner)
         earlier = _owner(held.get(ENTRY))
-        self._strangers = strangers if earlier is None else earlier._strangers
+        self._strangers = strangers if earlier is None or not earlier.active else earlier._strangers
         # Errors of arguments come here, before the model is changed.
         self._config, self._layers = self._new().config, _layers(inner)
         if hasattr(inner, ENTRY):

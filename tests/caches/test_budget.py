@@ -350,6 +350,28 @@ def test_many_histories(monkeypatch, tmp_path):
             raise AssertionError(f"history {seed}: {error}") from error
 
 
+@pytest.mark.parametrize(
+    ("verb", "given", "rows"), [("batch_repeat_interleave", 2, 4), ("batch_select_indices", torch.tensor([1]), 1)]
+)
+def test_rows_of_a_long_context_change_within_the_budget(model, verb, given, rows):
+    """New rows are held twice beside the old ones; a limit that allows less takes the cache down, or refuses."""
+    whole, allowed = MixedKVCache(model, memory="64MiB", graphs=False), 0
+    forward(model, whole, prompt(2, 2000))
+    for share in (1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5):
+        cache = copy.deepcopy(whole)
+        cache.budget.limit = int(share * held(whole))
+        try:
+            cache.budget.before_change(cache, rows, verb == "batch_select_indices")
+        except ValueError:
+            continue
+        before = held(cache)
+        with Live() as live:
+            getattr(cache, verb)(given)
+        assert before + live.peak <= cache.memory_limit
+        allowed += 1
+    assert allowed > 3
+
+
 # What fails, and what is refused.
 
 
@@ -393,6 +415,19 @@ def test_less_memory_takes_it_down_at_once_or_not_at_all(model):
     forward(model, cache, prompt(1, 1))
 
 
+@pytest.mark.parametrize("capacity", [None, 400])
+def test_buffers_that_a_reset_leaves_are_freed_for_a_smaller_limit(model, capacity):
+    cache = MixedKVCache(model, memory="64MiB", max_cache_len=capacity)
+    forward(model, cache, prompt(2, 300))
+    cache.reset()
+    assert cache.memory().total > 600_000
+    cache.memory_limit = 600_000
+    assert cache.memory().total <= 600_000
+    cache.memory_limit = "64MiB"
+    forward(model, cache, prompt(2, 300))
+    cache.integrity_check()
+
+
 def test_too_little_is_refused_before_anything_is_held(model):
     cache = MixedKVCache(model, memory=120_000)
     with pytest.raises(ValueError, match="pass a long prompt in chunks"):
@@ -417,6 +452,7 @@ def test_bad_input(model):
         ({"memory": "1GiB", "layers": {0: "full"}}, "layers: not with memory="),
         ({"memory": "1GiB", "order": [(9, "keys")]}, "order: got .*allowed pairs of a layer from 0 to 3"),
         ({"memory": "1GiB", "order": "none.json"}, "order: none.json cannot be read"),
+        *(({"memory": "1GiB", "order": x}, "order: got .*allowed .layer, side. pairs") for x in (5, [1], [(0,)], b"x")),
         ({"order": [(0, "keys")]}, "order: got one without memory="),
     ):
         with pytest.raises(ValueError, match=match):

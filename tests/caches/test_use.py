@@ -285,6 +285,9 @@ def test_copies_are_not_in_use_and_nothing_is_kept_alive():
     model.generate(prompt(1, LENGTH), **OPTIONS)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert scheme_of(twin) == "DynamicCache"
+        with hfkvq.use(twin, SCHEME):
+            assert scheme_of(twin) == scheme_of(model)
+        assert scheme_of(twin) == "DynamicCache"
         assert used.model is model
     gone = weakref.ref(model)
     gc.collect()
