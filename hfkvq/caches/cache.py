@@ -99,7 +99,7 @@ class MixedKVCache(Cache):
             the model, steps are not captured, latents are dequantized in each step, and keys are smoothed by the first
             prompt.
         scheme: preset name (see ``list_schemes``) or ``.json`` file of a tuned preset, both also with options
-            (``"kitty:boost_ratio=0.2"``), a `Scheme`, or a `Preset`.
+            (``"kitty:boost_ratio=0.2"``), a `Scheme`, or a `Preset`. None: ``"best-3.4"``.
         memory: most bytes that the cache holds, in place of a scheme: a number, a size like ``"6GiB"``, or ``"auto"``,
             nine tenths of what the GPU has free. The cache begins in 16 bits; where the next tokens would pass the
             limit, the keys or values of a layer go down to 4 bits, then to 2, those first whose loss is least
@@ -147,7 +147,7 @@ class MixedKVCache(Cache):
     def __init__(
         self,
         model_or_config: Any,
-        scheme: Preset | Scheme | str | Path = DEFAULT_SCHEME,
+        scheme: Preset | Scheme | str | Path | None = None,
         *,
         memory: int | str | None = None,
         order: Iterable[tuple[int, str]] | str | Path | None = None,
@@ -179,6 +179,7 @@ class MixedKVCache(Cache):
             _take_no_scheme(scheme, layers, knobs, self.budget, attach and not debug, offloading)
             self.preset = self.budget.preset()
         else:
+            scheme = DEFAULT_SCHEME if scheme is None else scheme
             self.preset = get_preset(scheme, layers, **checked_knobs(scheme, knobs))
         # Configs of encoder-decoders are copies (`get_text_config`), at which no module looks.
         self._crosses = config.is_encoder_decoder or text.is_encoder_decoder
@@ -543,7 +544,8 @@ class MixedKVCache(Cache):
     def memory_limit(self, memory: int | str) -> None:
         if self.budget is None:
             raise ValueError("memory_limit: this cache was made without memory=, so its scheme stays; make another.")
-        self.budget.set_limit(self, parse_memory(memory, torch.device("cpu")))
+        model = None if self._model is None else self._model()
+        self.budget.set_limit(self, parse_memory(memory, device_of(model)))
 
     def reserve(self, tokens: int) -> None:
         """Makes room for a captured step of so many tokens within the budget, if there is one."""
@@ -863,10 +865,10 @@ def _take_no_scheme(scheme: Any, layers: Any, knobs: Any, budget: Budget, can: b
     """Has the budget stand where a saved cache's layers do; refuses any other scheme, and what no budget is for."""
     if not can or offloading is not False:
         raise ValueError("memory: not with attach=False, debug=True or offloading: pages must lie in step buffers.")
-    if scheme != DEFAULT_SCHEME:
+    if scheme is not None:
         budget.adopt(get_preset(scheme, layers, **checked_knobs(scheme, knobs)).by_layer(budget.layers))
     elif layers is not None or knobs:
-        given = ", ".join(["layers"] * (layers is not None) + list(checked_knobs(scheme, knobs)))
+        given = ", ".join(["layers"] * (layers is not None) + list(checked_knobs(DEFAULT_SCHEME, knobs)))
         raise ValueError(f"{given}: not with memory=, by which the cache chooses; leave one of them out.")
 
 

@@ -271,7 +271,7 @@ def test_invalid_capacity(length):
         MixedKVCache(config("llama"), max_cache_len=length)
 
 
-@pytest.mark.parametrize("scheme", [None, 4, ["kitty"], "kittyy"])
+@pytest.mark.parametrize("scheme", [4, ["kitty"], "kittyy"])
 def test_invalid_scheme(scheme):
     with pytest.raises(ValueError, match=r"scheme: got .*, which is unknown; .*Known: arkv, arkv-origin"):
         MixedKVCache(config("llama"), scheme)

@@ -449,6 +449,7 @@ def test_bad_input(model):
         ({"memory": "1GiB", "debug": True}, "memory: not with attach=False, debug=True"),
         ({"memory": "1GiB", "offloading": True}, "memory: not with"),
         ({"memory": "1GiB", "scheme": "kitty"}, "no rung of the ladder"),
+        ({"memory": "1GiB", "scheme": "best-3.4"}, "no rung of the ladder"),
         ({"memory": "1GiB", "layers": {0: "full"}}, "layers: not with memory="),
         ({"memory": "1GiB", "order": [(9, "keys")]}, "order: got .*allowed pairs of a layer from 0 to 3"),
         ({"memory": "1GiB", "order": "none.json"}, "order: none.json cannot be read"),
