@@ -219,7 +219,7 @@ def walk_kernel(x, weight, table, scratch, states, n_loops, BN: tl.constexpr):
             b_lower = tl.argmin(b_best, 1).to(tl.int32)
         b_all = b_best.to(tl.int32, bitcast=True) & 15
         b_upper = tl.sum(tl.where(o_s[None, :] == b_lower[:, None], b_all, 0), 1)
-        # What one thread has noted another reads.
+        # Notes of one thread are read by another.
         tl.debug_barrier()
         # The free walk is wanted back to the loop's first numbers.
         for i in range(15, place, -1):
@@ -268,7 +268,7 @@ def walked(x: Tensor, weight: Tensor, table: Tensor, block: int = 4, warps: int 
 
 
 def code_table(device: torch.device | str = "cpu") -> Tensor:
-    """What states stand for: f32 (256, 2)."""
+    """Numbers of each state: f32 (256, 2)."""
     state = torch.arange(256, dtype=torch.int64)
     y = ((state * MULTIPLIER + ADDEND) & MASK) ^ FLIP
     halves = torch.stack([y & 0xFFFF, (y >> 16) & 0xFFFF], 1)

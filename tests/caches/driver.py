@@ -373,6 +373,17 @@ def assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
         assert torch.equal(ours, theirs), f"{name}: {(ours != theirs).sum()} bytes differ"
 
 
+def same_bits(one: Any, other: Any) -> bool:
+    """Layers' rows are equal to the bit: both are sequences of layers of sequences of rows."""
+    try:
+        for x, y in zip(one, other, strict=True):
+            for p, q in zip(x, y, strict=True):
+                assert_same_bits(p, q)
+    except (AssertionError, ValueError):
+        return False
+    return True
+
+
 def assert_close(got: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
     """Equal but for the order of f32 sums."""
     assert torch.isfinite(got).all()

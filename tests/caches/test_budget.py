@@ -19,7 +19,7 @@ from hfkvq import MixedKVCache
 from hfkvq.caches import budget
 from hfkvq.caches.layers.layer import KVLayer
 from hfkvq.caches.layers.memory import held_bytes
-from tests.caches.driver import assert_same_bits, small, stored
+from tests.caches.driver import assert_same_bits, same_bits, small, stored
 from tests.caches.graph_recorder import captured  # noqa: F401
 from tests.caches.models import build, prompt
 from tests.caches.test_faults import FailAt, Fault
@@ -181,7 +181,7 @@ class History:
         return self.cache.budget.limit
 
     def attempt(self, act, *words):
-        """Whether an event came to pass; a refusal changes nothing."""
+        """An event succeeds (True), or is refused and changes nothing (False)."""
         before = bits(self.cache) if self.seen else None
         rungs = self.cache.budget.rungs
         try:
@@ -191,7 +191,7 @@ class History:
                 raise
             self.refused += 1
             if before is not None and self.cache.budget.rungs == rungs:
-                assert same(before, bits(self.cache))
+                assert same_bits(before, bits(self.cache))
             return False
         return True
 
@@ -255,14 +255,14 @@ class History:
     def copied(self):
         before = bits(self.cache)
         old, self.cache = self.cache, copy.deepcopy(self.cache)
-        assert same(before, bits(self.cache))
+        assert same_bits(before, bits(self.cache))
         assert self.cache.budget is not old.budget
 
     def pickled(self):
         before = bits(self.cache)
         self.cache = pickle.loads(pickle.dumps(self.cache))
         self.cache.attach(self.model)
-        assert same(before, bits(self.cache))
+        assert same_bits(before, bits(self.cache))
 
     def saved(self):
         before, rungs, limit = bits(self.cache), self.cache.budget.rungs, self.limit
@@ -270,7 +270,7 @@ class History:
         options = {name: x for name, x in self.options.items() if name != "max_cache_len"}
         self.cache = MixedKVCache.load(self.path, self.model, memory=limit, **options)
         assert (self.cache.budget.rungs, self.limit) == (rungs, limit)
-        assert same(before, bits(self.cache))
+        assert same_bits(before, bits(self.cache))
 
     def limited(self):
         """Another limit, which may be too small."""
@@ -320,16 +320,6 @@ def bits(cache):
     return [[stored(layer, row) for row in range(layer.batch_size)] if layer.seen else [] for layer in layers]
 
 
-def same(a, b):
-    try:
-        for x, y in zip(a, b, strict=True):
-            for p, q in zip(x, y, strict=True):
-                assert_same_bits(p, q)
-    except (AssertionError, ValueError):
-        return False
-    return True
-
-
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("seed", range(12))
 def test_histories(seed, monkeypatch, tmp_path):
@@ -372,7 +362,7 @@ def test_rows_of_a_long_context_change_within_the_budget(model, verb, given, row
     assert allowed > 3
 
 
-# What fails, and what is refused.
+# Failures half-way, and refusals.
 
 
 @pytest.mark.parametrize("share", [0.1, 0.35, 0.6, 0.85])
@@ -395,10 +385,10 @@ def test_a_step_down_that_fails_half_way(model, share):
         go(cache, target)
     cache.integrity_check()
     for i, left in enumerate(bits(cache)):
-        assert same([left], [before[i]]) or same([left], [after[i]]), i
+        assert same_bits([left], [before[i]]) or same_bits([left], [after[i]]), i
     assert cache.budget.schemes() == [layer.scheme for layer in cache.compressed_layers]
     go(cache, target)
-    assert same(bits(cache), after)
+    assert same_bits(bits(cache), after)
 
 
 def test_less_memory_takes_it_down_at_once_or_not_at_all(model):
@@ -408,7 +398,7 @@ def test_less_memory_takes_it_down_at_once_or_not_at_all(model):
     with pytest.raises(ValueError, match=r"memory: 400 tokens in 1 rows need .*, but the budget is 97.66 KiB"):
         cache.memory_limit = 100_000
     assert cache.memory_limit == 64 * 2**20
-    assert same(before, bits(cache))
+    assert same_bits(before, bits(cache))
     cache.memory_limit = 700_000
     assert cache.memory().total <= 700_000
     assert cache.budget.rungs > ((0, 0),) * LAYERS

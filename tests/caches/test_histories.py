@@ -27,7 +27,7 @@ from hfkvq import MixedKVCache, Scheme, get_scheme, list_schemes
 from hfkvq.caches.schemes.base import Layout, SideLayout, knob
 from hfkvq.caches.schemes.eviction import TieredEviction
 from hfkvq.kernels import PageFormat
-from tests.caches.driver import assert_same_bits, cases, evicting, small
+from tests.caches.driver import assert_same_bits, cases, evicting, same_bits, small
 from tests.caches.plain import DIM, HEADS, KINDS, New, Subject
 from tests.caches.test_faults import FailAt, Fault
 
@@ -423,14 +423,14 @@ class Histories(RuleBasedStateMachine):
             failed = True
         left = subject.bits()
         # Rows of nothing but padding look alike at any length.
-        undone = subject.cache.get_seq_length() == length if verb == "crop" else not self.same(left, after)
-        if failed and self.same(left, before) and undone:
+        undone = subject.cache.get_seq_length() == length if verb == "crop" else not same_bits(left, after)
+        if failed and same_bits(left, before) and undone:
             act(subject.cache)
         elif failed and verb == "reset":
             # As often as one likes.
             act(subject.cache)
         else:
-            assert self.same(left, after), "neither before nor after"
+            assert same_bits(left, after), "neither before nor after"
         on_plain(subject)
         other = self.subjects[1 - which]
         act(other.cache)
@@ -441,16 +441,6 @@ class Histories(RuleBasedStateMachine):
         twin = copy.copy(subject)
         twin.cache = cache
         return twin.bits()
-
-    @staticmethod
-    def same(a, b):
-        try:
-            for x, y in zip(a, b, strict=True):
-                for p, q in zip(x, y, strict=True):
-                    assert_same_bits(p, q)
-        except (AssertionError, ValueError):
-            return False
-        return True
 
     # What must be.
 
@@ -479,7 +469,7 @@ class Histories(RuleBasedStateMachine):
 
     def teardown(self):
         for cache, subject, before in getattr(self, "frozen", []):
-            assert self.same(self.bits_of(subject, cache), before), "a copy's history is its own"
+            assert same_bits(self.bits_of(subject, cache), before), "a copy's history is its own"
 
 
 def options(count, **more):

@@ -326,7 +326,7 @@ BAD = {
     "model: got NoneType, allowed a Transformers model": lambda model: (None,),
     "allowed a Transformers model, e.g. its .model": lambda model: (type("Pipeline", (), {"model": model})(),),
     "model: got Linear, allowed a Transformers model": lambda model: (torch.nn.Linear(1, 1),),
-    # Of the newest releases it takes a cache.
+    # Mamba takes a cache in the newest releases.
     "MambaForCausalLM, which keeps no keys|MambaConfig has no attention layers": lambda _: (
         MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)),
     ),

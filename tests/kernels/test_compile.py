@@ -114,7 +114,7 @@ def test_variants_do_not_depend_on_rows_and_lengths(found, preset):
         # Steps below the budget, which the first prompt exceeds, begin with a kernel of their own.
         first |= {pair for pair in others[0] if pair[0] == "step.advance_kernel"}
     for pairs in others:
-        # Of a short prompt there may be nothing to seal.
+        # Short prompts may have nothing to seal.
         assert {name for name, _ in pairs - first} == set()
     merges = {key for name, key in found[preset]["ahead"] if name == "merge.merge_kernel"}
     assert len(merges) <= 3
@@ -132,7 +132,7 @@ def test_all_that_runs_need_is_compiled_ahead(found, preset):
 
 
 def test_names_of_kernels_do_not_depend_on_what_came_before(told):
-    """Else a process would not find what another one has compiled."""
+    """Kernels that one process has compiled are found by another by name."""
     first, second = told["names"], told["names_backward"]
     assert len(first) > 100
     assert [name for name in first if first[name] != second[name]] == []

@@ -323,7 +323,7 @@ def test_adapters(subject):
 
 
 def test_a_model_in_use_answers_under_lm_evals_own_model(subject):
-    """As ours answers with a cache of the same scheme."""
+    """Answers of lm-eval's `hf` are those of `hf-kvq` with the same scheme."""
     model, tokenizer = subject
     own = HFLM(pretrained=model, tokenizer=tokenizer, max_length=256)
     requests = [
