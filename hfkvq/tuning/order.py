@@ -63,6 +63,15 @@ def tune_order(
 
 
 def save_order(path: str | Path, order: list[tuple[int, Side]], origin: dict[str, Any]) -> None:
-    """Writes an order as JSON, which ``MixedKVCache(model, memory=..., order=path)`` takes."""
+    """Writes an order as JSON, which ``MixedKVCache(model, memory=..., order=path)`` takes.
+
+    Args:
+        path: of the file, which is replaced.
+        order: pairs of a layer and "keys" or "values", those first that go down first.
+        origin: plain data that says how it was measured.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     text = json.dumps({"kind": ORDER_KIND, "order": order, "origin": origin}, indent=1)
     Path(path).write_text(text + "\n", encoding="utf-8")
