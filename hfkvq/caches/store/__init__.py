@@ -1,6 +1,6 @@
 """One layer's storage: `sink | runs of pages | tail`. See `KVStore` for what it promises.
 
-There are three routes from a token to the bytes of a page:
+There are four routes from a token to the bytes of a page:
 
 1. A prompt. `KVStore.extend` seals straight from the new tokens, so that a prompt is never copied into
    a tail that would have to hold all of it. Of a prompt beyond a budget only the tokens that stay come here.
@@ -10,6 +10,8 @@ There are three routes from a token to the bytes of a page:
 3. A requantization. Stored tokens change their run or are forgotten (`requantize.requantized`): tokens that stay keep
    their bits, others are quantized from what is stored of them. Tiers of a first prompt are assigned by one, for all
    layers together (`rows.joined`), since the host must not wait for the device within a prompt.
+4. A budget's step down. A side's tokens are dequantized a few pages at a time and sealed in another format, into a
+   buffer of its own (`relaid.relaid`), by `kvstore.write_pages`.
 
 Serving seals blocks of its own engine by the same two functions: `kvstore.write_pages`, where a prompt goes through a
 store, and else `kernels.seal_side`, which the former ends in, as steps do.
@@ -18,6 +20,7 @@ store, and else `kernels.seal_side`, which the former ends in, as steps do.
 - `kvstore`: `KVStore`, the store of a layer: what can be asked of it, how tokens arrive, are sealed and leave.
 - `windows`: tokens come into sink and tail, and the room there and in pages.
 - `routing`: runs that tokens go to by their widths. `row_lengths`: lengths that rows may have, as the host knows them.
+- `relaid`: a layer's tokens in another layout.
 - `requantize`: tokens change their run or go; tokens of pages, bit for bit.
 - `rows`: rows are reordered, shared, dropped, joined and cropped.
 - `packing`: a state for a file. `accounting`: bytes and bits, and checks of a state against itself.
