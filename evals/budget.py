@@ -11,7 +11,7 @@ Parts, any of which may be left out (``--parts ladder steps fill``), into one JS
   the preset of least divergence among those that take no more bytes. Bytes are of buffers without room ahead.
 - ``steps``: milliseconds of a captured step on the rungs that equal best-4.3 and best-2.5, beside these presets, in
   turns.
-- ``long`` (with ``--shape``, alone): a long prompt, beside `DynamicCache`, on a device of which a part may be used.
+- ``long`` (with ``--shape``): a long prompt, beside `DynamicCache`, on a device of which a part may be used.
 - ``fill``: a short prompt and many steps within a budget that makes the cache go down the whole ladder. ``above`` is
   the peak of PyTorch's allocator above weights, less what such steps take beside a cache with room (``beside``), and
   must not exceed the budget. ``share`` is the time of all changes, captures included, of the whole.
@@ -270,7 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="reference, smollm2, FILE.gguf, a folder, or a name on the Hub")
     parser.add_argument("--data", type=Path, help="folder whose folder `texts` has the texts; the bundled ones without")
-    parser.add_argument("--parts", nargs="+", default=["ladder", "steps", "fill"])
+    parser.add_argument("--parts", nargs="+", help="ladder steps fill, all by default; of a shape long, or fill")
     parser.add_argument("--order", help="file of an order, or measure; by depth without")
     parser.add_argument("--points", type=int, default=12, help="states of the ladder")
     parser.add_argument("--windows", type=int, default=8)
@@ -283,15 +283,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--fill", type=int, default=6000, help="steps of the part fill")
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--shape", help="for the part long: a shape of evals/shapes.py, with random weights")
+    parser.add_argument("--shape", help="a shape of evals/shapes.py, with random weights")
     parser.add_argument("--long", type=int, default=131072, help="tokens of the part long")
     parser.add_argument("--memory", default="4GiB", help="budget of the part long")
     parser.add_argument("--device-memory", default="24GiB", help="of the part long")
     given = parser.parse_args()
+    given.parts = given.parts or (["long"] if given.shape else ["ladder", "steps", "fill"])
     if given.shape:
         head = {"kind": "hfkvq budget, long", "date": now(), "commit": commit()}
         about = {"device": device_name(torch.device("cuda")), "versions": versions("torch", "triton", "transformers")}
-        record = head | about | long(given)
+        record: Record = head | about
+        if "fill" in given.parts:
+            model = build(get_config(given.shape), torch.device("cuda"), torch.bfloat16)
+            record |= {"shape": given.shape, "fill": fill(model, given, given.order)}
+        else:
+            record |= long(given)
         given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return print(json.dumps(record, indent=1))
     source = find_model(given.model)
@@ -302,7 +308,7 @@ def main() -> None:
     windows = cut(texts, tokenizer, given.prompt + given.scored, given.windows)
     tokens = windows.tokens
     text = model.config.get_text_config(decoder=True)
-    record: Record = {
+    record = {
         "kind": "hfkvq budget", "date": now(), "commit": commit(), "device": device_name(device),
         "versions": versions("torch", "triton", "transformers"), "model": source.name, "settings": vars(given).copy(),
     }  # fmt: skip
