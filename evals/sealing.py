@@ -23,7 +23,6 @@ DEVICE, HEADS, DIM = "cuda", 8, 128
 CASES = [
     ("kitty keys", "2c128p128+4x16", "keys", "k_abs"),
     ("kitty-pro keys", "2c128p128+4x32", "keys", "k_abs"),
-    ("kitty-pro keys, variance", "2c128p128+4x32", "keys", "variance"),
     ("kitty-pro keys, widths given", "2c128p128+4x32", "keys", "widths"),
     ("mixed keys, widths given", "2c128p128+4x16+16x8", "keys", "widths"),
     ("kitty values", "2t128p128", "values", None),

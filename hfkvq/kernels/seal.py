@@ -15,7 +15,7 @@ from .norms import BALANCE, Balance, page_norms
 from .pages import PageFormat, Side
 from .quantize import quantize_pages
 
-RULES = ("k_abs", "variance", "range", "error", "random")
+RULES = ("k_abs", "range", "error", "random")
 """Rules by which sealing itself can choose the raised channels; `range_rule` and `random_rule` have parameters."""
 
 SCORE_MAX = 1e18
@@ -83,11 +83,10 @@ def channel_widths(
 ) -> Tensor:
     """Widths by a rule: in every page and head, the channels of greatest score get the widest widths.
 
-    A score is the sum of |K| over the page's tokens ("k_abs", Kitty's equation 2) or of ``(K - mean)^2`` ("variance"),
-    times ``q_abs``, in f32; or the squared error that the channel would have at the page's own width, fitted as the
-    format says, times ``q_abs`` squared ("error"). A score that is not positive, or NaN, is 0. Scores count without the
-    last ``ceil(log2 D)`` bits of their mantissa, and of equal ones the lower channel comes first: a strict order, the
-    same everywhere.
+    A score is the sum of |K| over the page's tokens ("k_abs", Kitty's equation 2), times ``q_abs``, in f32; or the
+    squared error that the channel would have at the page's own width, fitted as the format says, times ``q_abs``
+    squared ("error"). A score that is not positive, or NaN, is 0. Scores count without the last ``ceil(log2 D)`` bits
+    of their mantissa, and of equal ones the lower channel comes first: a strict order, the same everywhere.
 
     Or the range over the page's tokens that are finite in f16, over three (MixKVQ's equation 7), times ``q_abs``
     ("range"): to the last bit, and only channels above thresholds rise, see `range_rule`; those that find no room at 16
@@ -107,7 +106,7 @@ def channel_widths(
     name = rule.name
     if name == "range":
         return _widths_of_ranges(keys, fmt, q_abs, rule)
-    x, page, head_dim = keys.float(), keys.shape[-2], keys.shape[-1]
+    x, head_dim = keys.float(), keys.shape[-1]
     if name == "error":
         groups = Groups(x.unflatten(-2, (-1, fmt.group_size)), float(2**fmt.bits - 1), -2)
         score = _halving_sum(groups.squares(*groups.scales(fmt.fit)).squeeze(-2))
@@ -118,8 +117,6 @@ def channel_widths(
         # 24 bits, which f32 holds.
         score = (chance(channels, place[:, None, :, None], head, rule.seed) >> 8).float().expand(*x.shape[:3], -1)
     else:
-        if name == "variance":
-            x = (x - (_halving_sum(x) * (1.0 / page)).unsqueeze(-2)).square()
         score = _halving_sum(x.abs())
     if q_abs is not None:
         weight = q_abs.float()[:, :, None]

@@ -17,6 +17,7 @@ from hfkvq.caches.schemes import MixKVQ
 from hfkvq.caches.schemes.base import Scheme, get_scheme
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.kernels.pages import RAISED_STEP
+from hfkvq.kernels.seal import channel_widths
 
 COVERAGE = 0.99
 """Default share of pages in which all raised channels fit."""
@@ -56,12 +57,13 @@ class _Counting(MixKVQ):
                 "model: its attention does not expose its queries, so thresholds cannot be applied; load it with "
                 "attn_implementation='sdpa', or use salience='error_only'."
             )
-        score = self.salience_of(keys, q_abs)
-        full = score > self.tau_bf16
-        some = (score > self.tau_int4) & ~full
-        counts = torch.stack([each.sum(-1, dtype=torch.int32) for each in (full, some, ~(full | some))], -1)
+        head_dim, weight = keys.shape[-1], q_abs if "query" in self.needs else None
+        fmt = self.layout(head_dim, head_dim).keys.formats[0]
+        rules = [self.threshold_rule(head_dim, tau, tau) for tau in (self.tau_bf16, min(self.tau_bf16, self.tau_int4))]
+        full, raised = (channel_widths(keys, fmt, rule, weight) == 16 for rule in rules)
+        counts = torch.stack([each.sum(-1, dtype=torch.int32) for each in (full, raised & ~full, ~raised)], -1)
         self.found.setdefault(self.layer, []).append(counts.flatten(0, -2).cpu())
-        return torch.where(full | some, 16, 2).to(torch.uint8)
+        return torch.where(raised, 16, 2).to(torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from hfkvq import Scheme, get_scheme, list_schemes
 from hfkvq.caches.attention.interface import hfkvq_mask
 from hfkvq.caches.layer_state.smoothing import KeySmoothing
 from hfkvq.caches.layers import KVLayer, PaddingReader
+from hfkvq.caches.schemes import Kitty
 from hfkvq.caches.schemes.eviction import TokenEviction
 from hfkvq.caches.schemes.sides import Sides
 from hfkvq.caches.store import KVStore
+from hfkvq.kernels import channel_widths
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START
 
@@ -144,6 +146,20 @@ ALIKE = frozenset(
     {"kitty", "best-2.5", "best-2.8", "best-4.3", "kvarn-k4v4", "kvarn-k2v2", "kivi-4", "int4", "saw-int4-kv"}
 )
 """Of `by_layout`, what differs from a sibling in numbers alone: `tests/kernels` has every format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnChoice(Kitty):
+    """Kitty whose channels are chosen by no rule that the sealing kernel knows."""
+
+    name = ""
+    presets: ClassVar[dict] = {}
+    channel_rule = None
+
+    def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor:
+        """4 bits for the channels of greatest magnitude."""
+        head_dim = keys.shape[-1]
+        return channel_widths(keys, self.layout(head_dim, head_dim).keys.formats[0], "k_abs")
 
 
 def unit(scheme: Scheme) -> int:

@@ -60,13 +60,12 @@ def test_kitty_other_scores():
     def first(score, q):
         return widths(Kitty(boost_ratio=0.125, score=score), keys, q).argmax().item()
 
-    # Mean |K| 10, 2, 3; variance 0, 4, 0; times mean |Q| 0, 2, 3.
+    # Mean |K| 10, 2, 3; times mean |Q| 0, 2, 3.
     assert first("k_abs", None) == 0
-    assert first("variance", None) == 1
     assert first("qk_abs", q_abs) == 2
     # No query seen yet.
     assert first("qk_abs", None) == 0
-    assert [Kitty(score=s).needs for s in ("k_abs", "variance", "qk_abs")] == [set(), set(), {"query"}]
+    assert [Kitty(score=s).needs for s in ("k_abs", "qk_abs")] == [set(), {"query"}]
 
 
 def test_kitty_raises_what_would_lose_most():
@@ -431,7 +430,7 @@ def test_unknown_knob_shows_the_nearest(make_scheme):
         ("kitty", {"boost_ratio": -0.1}, r"boost_ratio: got -0\.1, allowed"),
         ("kitty", {"boost_ratio": float("nan")}, r"boost_ratio: got nan, allowed"),
         ("kitty", {"boost_ratio": "0.2"}, r"boost_ratio: got '0\.2', allowed a number"),
-        ("kitty", {"score": "k"}, r"score: got 'k', allowed 'k_abs', 'variance', 'qk_abs'"),
+        ("kitty", {"score": "k"}, r"score: got 'k', allowed 'k_abs', 'qk_abs', 'error'"),
         ("kitty", {"page_size": 4}, r"page_size: got 4, allowed 8 to 1024"),
         ("kitty", {"page_size": 64.0}, r"page_size: got 64\.0, allowed a whole number"),
         ("kitty", {"page_size": True}, r"page_size: got True, allowed a number"),

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig, DynamicCache
 
 from hfkvq import MixedKVCache, get_scheme
-from tests.caches.driver import DIM, assert_same_bits, small, stored
+from tests.caches.driver import DIM, OwnChoice, assert_same_bits, small, stored
 from tests.caches.models import build, prompt
 from tests.caches.test_generate import FULL, _generate
 
@@ -231,7 +231,7 @@ def test_what_the_host_has_to_know_is_not_compiled():
 @pytest.mark.parametrize(
     ("scheme", "reason"),
     [
-        (small("mixkvq", select="thresholds", salience="zscore"), "no rule that the sealing kernel knows"),
+        (small(OwnChoice()), "no rule that the sealing kernel knows"),
         (small("h2o+int4", budget_tokens=40), "accumulate"),
         (small("tova+mixkvq"), "queries weigh channels"),
         (small("triaxial"), "several runs"),

@@ -480,7 +480,7 @@ CALLS: dict[str, tuple[Any, dict[str, tuple[Any, ...]]]] = {
             "spec": ("2c8p16+4x8+16x8", "2c8p16+4x8"),
             "given": (
                 f"keys, {RANGE}", f"keys, {range_rule(2.0, 1.0, 1.7)}", f"keys, {RANGE}, weights", "keys, k_abs",
-                "keys, variance", "keys, none",
+                "keys, none",
             ),
         },
     ),

@@ -31,7 +31,7 @@ class Kitty(Scheme):
 
     Attributes:
         boost_ratio: share of key channels raised to 4 bits, per page and KV head. Kitty 0.125, Kitty-Pro 0.25.
-        score: ranking of channels: mean |K| of the page ("k_abs", the paper's), its variance, mean |K| times mean |Q|
+        score: ranking of channels: mean |K| of the page ("k_abs", the paper's), mean |K| times mean |Q|
             of the queries seen since the last seal ("qk_abs"), the squared error that the channel would have at 2 bits
             ("error"), or that times the square of mean |Q| ("q_error"). "random" is Figure 4's baseline: each channel
             of a page and KV head has a random score, of ``seed``.
@@ -88,7 +88,7 @@ class Kitty(Scheme):
     }
 
     boost_ratio: float = knob(0.125, low=0.0, high=1.0, search=[0.0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5])
-    score: str = knob("k_abs", choices=("k_abs", "variance", "qk_abs", "error", "q_error", "random"))
+    score: str = knob("k_abs", choices=("k_abs", "qk_abs", "error", "q_error", "random"))
     seed: int = knob(0, low=0, high=2**31 - 1)
     sink_length: int = knob(32, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(128, low=0, high=4096, search=[32, 64, 128, 256])

@@ -6,28 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hfkvq.kernels.groups import F16_MAX, POWERS
+from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import RAISED_STEP, PageFormat
-from hfkvq.kernels.seal import SCORE_MAX, range_rule
+from hfkvq.kernels.seal import channel_widths, range_rule
 
 from .base import Entry, Layout, Scheme, SideLayout, knob, warn_of_unseen
-
-
-def _sum_channels(x: Tensor) -> Tensor:
-    """Sum over the last axis, kept, as ``x[i] + x[i + n/2]`` until one is left: the same bits on every device."""
-    x = torch.nn.functional.pad(x, (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
-    while x.shape[-1] > 1:
-        upper, lower = x.chunk(2, -1)
-        x = upper + lower
-    return x
-
-
-def _divide(x: Tensor, by: float) -> Tensor:
-    # Divisors are tensors: CUDA divides by a number by multiplying with its rounded reciprocal.
-    return x / torch.full_like(x, by)
 
 
 def _tuned(model: str, tau_bf16: float, tau_int4: float, most_bf16: float, most_int4: float) -> Entry:
@@ -52,8 +37,8 @@ class MixKVQ(Scheme):
     lost a third of the default's loss (at 3.76).
 
     Paper: Zhang et al., arXiv:2512.19206. I of eq. (6) is ``q_abs``, which the layer averages over the queries since
-    the last seal and the query heads of a KV head; eq. (7) is `sensitivity`; eq. (8) is `salience_of`; section 4.2's
-    three tiers are `channel_bits`; appendix D.1's buffer of R tokens is `layout`.
+    the last seal and the query heads of a KV head; eqs. (7) and (8) are the rule "range" of `kernels.channel_widths`;
+    section 4.2's three tiers are `step_rule`; appendix D.1's buffer of R tokens is `layout`.
     Differs from the paper: room is bounded, and does not follow thresholds by itself; `hfkvq.tuning.fit_room`
     measures the room that thresholds need. Channels above a bound go down a tier, the most salient stay; of equal ones
     the lower channel stays. ``select="fractions"`` has no thresholds. The paper gives no units of its thresholds:
@@ -67,8 +52,7 @@ class MixKVQ(Scheme):
             thresholds are specific to a model (the paper's raise almost nothing in the reference model), and because
             unused room takes memory, too.
         salience: definition of A. "raw_logit": I * S / sqrt(D), about the error of a logit in nats, so that one pair of
-            thresholds can serve several models. "raw": I * S. "zscore": I * S less its mean over the head's channels,
-            in standard deviations. "error_only": S, the paper's ablation (Table 6).
+            thresholds can serve several models. "raw": I * S. "error_only": S, the paper's ablation (Table 6).
         accumulate: I averages all queries so far, like the running accumulator of appendix D.2, which is never
             reset. By default it averages those since the last seal, the "current window" of section 4.2.
         tau_bf16: channels with A above this get 16 bits; checked first. The paper searches 0.1 to 2.
@@ -107,9 +91,7 @@ class MixKVQ(Scheme):
     }
 
     select: str = knob("fractions", choices=("fractions", "thresholds"))
-    salience: str = knob(
-        "raw_logit", choices=("raw_logit", "raw", "zscore", "error_only"), search=["raw_logit", "error_only"]
-    )
+    salience: str = knob("raw_logit", choices=("raw_logit", "raw", "error_only"), search=["raw_logit", "error_only"])
     accumulate: bool = knob(False, choices=(False, True))
     tau_bf16: float = knob(1.44, low=0.0, high=100.0, search=(0.1, 2.0))
     tau_int4: float = knob(0.79, low=0.0, high=100.0, search=(0.1, 2.0))
@@ -164,83 +146,32 @@ class MixKVQ(Scheme):
             SideLayout((keys,), unit=self.page_size), SideLayout((values,), unit=self.page_size), self.sink_length
         )
 
-    @staticmethod
-    def sensitivity(keys: Tensor) -> Tensor:
-        """Sensitivity (eq. 7), ``S = (max - min) / (2^B - 1)`` of each channel over its page, B = 2.
-
-        Values that are not finite in f16 are left out, as in quantized pages.
-
-        Args:
-            keys: (B, H, n, G, D), any float dtype.
-
-        Returns:
-            f32 (B, H, n, D), in the keys' units; 0 for a channel without finite values.
-        """
-        finite = keys.abs() <= F16_MAX
-        low = torch.where(finite, keys, torch.inf).amin(-2).float()
-        high = torch.where(finite, keys, -torch.inf).amax(-2).float()
-        return _divide((high - low).clamp(min=0.0), 3.0)
-
-    def _product(self, keys: Tensor, q_abs: Tensor | None) -> Tensor:
-        """Product I * S, in the order of every definition of A; S if I is None or not used: f32 (B, H, n, D)."""
-        score = self.sensitivity(keys)
-        if "query" in self.needs and q_abs is not None:
-            score = score * q_abs.float()[:, :, None]
-        # NaN compares false with any number.
-        return torch.where(score > 0, score, 0.0).clamp(max=SCORE_MAX)
-
-    def salience_of(self, keys: Tensor, q_abs: Tensor | None) -> Tensor:
-        """Salience (eq. 8), ``A = I * S`` as the knob ``salience`` defines it.
-
-        Args:
-            keys: (B, H, n, G, D), any float dtype.
-            q_abs: f32 (B, H, D), I of eq. (6); not used by "error_only".
-
-        Returns:
-            f32 (B, H, n, D); 0 where it would be NaN.
-        """
-        score, head_dim = self._product(keys, q_abs), keys.shape[-1]
-        if self.salience == "raw_logit":
-            score = _divide(score, math.sqrt(head_dim))
-        if self.salience == "zscore":
-            score = score - _divide(_sum_channels(score), head_dim)
-            deviation = _divide(_sum_channels(score.square()), head_dim).sqrt()
-            score = torch.where(deviation > 0, score / deviation, 0.0)
-        return score
-
-    def step_rule(self, head_dim: int) -> str | None:
-        """Rule of the sealing kernel for `channel_bits`; None for "zscore", which needs the mean of all channels."""
+    def step_rule(self, head_dim: int) -> str:
+        """Rule of section 4.2: 16 bits where ``A > tau_bf16``, else 4 where ``A > tau_int4``; as room allows."""
         if self.select == "fractions":
             return range_rule()
-        if self.salience == "zscore":
-            return None
-        divisor = math.sqrt(head_dim) if self.salience == "raw_logit" else 1.0
-        return range_rule(self.tau_bf16, min(self.tau_bf16, self.tau_int4), divisor)
+        return self.threshold_rule(head_dim, self.tau_bf16, min(self.tau_bf16, self.tau_int4))
+
+    def threshold_rule(self, head_dim: int, over16: float, over4: float) -> str:
+        """Rule that raises channels by thresholds on A (eq. 8), in the units of ``salience``."""
+        return range_rule(over16, over4, math.sqrt(head_dim) if self.salience == "raw_logit" else 1.0)
 
     def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
-        """Bits by section 4.2: 16 where ``A > tau_bf16``, else 4 where ``A > tau_int4``, else 2; within the room.
+        """Bits by `step_rule`; where attention has shown no query, A is S, and ``select`` "fractions".
 
         Args:
             keys: (B, H, n, G, D), whole pages, in the model's dtype.
-            q_abs: f32 (B, H, D), or None if attention has shown no query: then A is S, and ``select`` "fractions".
+            q_abs: f32 (B, H, D), or None.
 
         Returns:
             u8 (B, H, n, D), the same on every device; None without any room.
         """
-        wide, middle = self.room(keys.shape[-1])
-        if not wide + middle:
+        head_dim = keys.shape[-1]
+        fmt = self.layout(head_dim, head_dim).keys.formats[0]
+        if not fmt.raised:
             return None
-        unseen = "query" in self.needs and q_abs is None
-        if unseen:
+        asks = "query" in self.needs
+        if asks and q_abs is None:
             warn_of_unseen(self)
-        if unseen or self.select == "fractions":
-            score, above = self._product(keys, q_abs), (0.0, 0.0)
-        else:
-            score, above = self.salience_of(keys, q_abs), (self.tau_bf16, min(self.tau_bf16, self.tau_int4))
-        # Stable sorting puts the lower of equal channels first.
-        order = score.argsort(dim=-1, descending=True, stable=True)
-        ranked, place = score.gather(-1, order), torch.arange(keys.shape[-1], device=keys.device)
-        full = (ranked > above[0]) & (place < wide)
-        some = (ranked > above[1]) & (place < full.sum(-1, keepdim=True) + middle)
-        bits = torch.where(full, 16, torch.where(some, 4, 2)).to(torch.uint8)
-        return torch.empty_like(bits).scatter_(-1, order, bits)
+            return channel_widths(keys, fmt, range_rule())
+        return channel_widths(keys, fmt, self.step_rule(head_dim), q_abs if asks else None)

@@ -177,7 +177,7 @@ def seal_channel_kernel(
     p_source = source + i_b * strides[0] + i_h * strides[1]
     FITS: tl.constexpr = FIT > 0
     # Rules that look at tokens do so in this order. Registers that fit scales have no room for them.
-    EARLY: tl.constexpr = not (FITS or CHOOSE == 4) or CHOOSE == 1 or CHOOSE == 2 or CHOOSE == 3
+    EARLY: tl.constexpr = not (FITS or CHOOSE == 3) or CHOOSE == 1 or CHOOSE == 2
     if EARLY:
         # [FH, BT, C]
         b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, strides[2], strides[3], FL * E, D, FH, EXACT)
@@ -196,7 +196,7 @@ def seal_channel_kernel(
     b_place16 = o_c
     i_used4 = 0
     i_used16 = 0
-    if CHOOSE == 3:
+    if CHOOSE == 2:
         p_weight = weight
         if weight is not None:
             p_weight = weight + i_bh * D
@@ -213,7 +213,7 @@ def seal_channel_kernel(
         p_weight = weight
         if weight is not None:
             p_weight = weight + i_bh * D
-        if CHOOSE == 4:
+        if CHOOSE == 3:
             LOW: tl.constexpr = FIT if page.norm is None else 0
             b_fitted, b_least, b_lost = fit_channels(
                 p_source, p_column, None, m_t, o_d, m_d, strides[2], strides[3], LEVELS, FIT, GROUP, NG, BG, True
@@ -223,10 +223,10 @@ def seal_channel_kernel(
             b_key = at_channels(score_key(b_lost, p_weight, o_d, m_d, True, D), o_d, o_c, FH, C)
             b_key = tl.where(m_c, b_key, -1)
         else:
-            if CHOOSE == 5:
+            if CHOOSE == 4:
                 b_score = (chance(o_c, i_token // G, i_h, SHAPE.SEED) >> 8).to(tl.float32)
             else:
-                b_score = score_channels(b_x, CHOOSE == 2, FH, BT, C)
+                b_score = score_channels(b_x, FH, BT, C)
             b_key = score_key(b_score, p_weight, o_c, m_c, False, D)
         b_rank = rank_keys(b_key, FH, C)
         if COUNT16 > 0:
@@ -253,7 +253,7 @@ def seal_channel_kernel(
     if given is not None:
         p_norm = given + i_bh * M + i_j
     if FITS:
-        if CHOOSE != 4 or page.norm is not None:
+        if CHOOSE != 3 or page.norm is not None:
             b_fitted, b_least, _ = fit_channels(
                 p_source, p_column, p_norm, m_t, o_d, m_d, strides[2], strides[3], LEVELS, FIT, GROUP, NG, BG, False
             )

@@ -34,15 +34,9 @@ def score_key(b_score, p_weight, o_c, m_c, SQUARED: tl.constexpr, D: tl.constexp
 
 
 @triton.jit
-def score_channels(b_x, VARIANCE: tl.constexpr, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+def score_channels(b_x, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     """Score of every channel of a whole page [F, T, C], [F, C]; see `hfkvq.kernels.seal.channel_widths`."""
-    if VARIANCE:
-        b_mean = halving_sum(b_x, F, T, C) * (1.0 / T)
-        b_x = b_x - b_mean[:, None, :]
-        b_x = b_x * b_x
-    else:
-        b_x = tl.abs(b_x)
-    return halving_sum(b_x, F, T, C)
+    return halving_sum(tl.abs(b_x), F, T, C)
 
 
 @triton.jit
