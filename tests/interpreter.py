@@ -124,6 +124,7 @@ def _remember_types() -> None:
     types: dict[tuple[Any, ...], Any] = {}
     shapes: dict[tuple[int, int], tuple[Any, ...]] = {}
     blocks: dict[tuple[str, int], tuple[tl.block_type, Any]] = {}
+    scalars: dict[tuple[type, Any, str], tl.tensor] = {}
     arrays = {f"{kind}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
     arrays |= {"int1": np.dtype(bool)} | {f"fp{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)}
     numbers, whole = (int, float, bool), tl.block_type
@@ -138,10 +139,14 @@ def _remember_types() -> None:
         return known[0]
 
     def scalar(self: TritonSemantic, value: Any, dtype: tl.dtype) -> tl.tensor:
-        array = arrays.get(dtype.name) if type(value) in numbers else None
-        if array is None:
-            return common(self, value, dtype)
-        return tl.tensor(interpreter.TensorHandle(np.array([value or 0], array), dtype), dtype)
+        key = type(value), value, dtype.name
+        known = scalars.get(key)
+        if known is None:
+            array = arrays.get(dtype.name) if type(value) in numbers else None
+            if array is None:
+                return common(self, value, dtype)
+            known = scalars[key] = tl.tensor(interpreter.TensorHandle(np.array([value or 0], array), dtype), dtype)
+        return known
 
     def converted(self: TritonSemantic, x: tl.tensor, dtype: tl.dtype) -> tl.tensor:
         return x if x.dtype is dtype or x.dtype.name == dtype.name else self.cast(x, dtype)
@@ -201,6 +206,7 @@ def _call_directly() -> None:
     core, builder = tl.core, interpreter.InterpreterBuilder
     unwrap, around = core._unwrap_if_constexpr, core.builtin(lambda: None).__code__
     integers, floats = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES), frozenset(tl.dtype.FP_TYPES)
+    plain = frozenset({tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, bool, float, str, type(None)})
     new_axis = [(*[slice(None)] * axis, None) for axis in range(8)]
 
     def fits(data: np.ndarray, dtype: tl.dtype) -> bool:
@@ -214,7 +220,7 @@ def _call_directly() -> None:
 
     def unwrapped(x: Any) -> Any:
         kind = type(x)
-        return x.value if kind is tl.constexpr else x if kind is tl.tensor or kind is int else unwrap(x)
+        return x.value if kind is tl.constexpr else x if kind in plain else unwrap(x)
 
     def patch(obj: Any, name: str, member: Any, _: Any, scope: Any) -> None:
         # What is around a builtin looks for `_semantic` only, which is given here.

@@ -2,9 +2,10 @@
 
 import ast
 import re
+from collections.abc import Iterable
 from graphlib import TopologicalSorter
 
-from tests.test_imports import MODULES, ROOT, imports, is_in, module_name, parsed
+from tests.test_imports import MODULES, ROOT, imports, is_in, module_name, walked
 
 # Each may import itself and the ones before it.
 LAYERS = (
@@ -23,11 +24,18 @@ LAYERS = (
 )
 
 
-def trees() -> dict[str, ast.Module]:
-    return {module_name(path): parsed(path) for path in MODULES}
+def nodes_of_all() -> dict[str, tuple[ast.AST, ...]]:
+    return {module_name(path): walked(path) for path in MODULES}
 
 
-def forbidden(name: str, found: set[str]) -> set[str]:
+def dotted(node: ast.AST) -> str:
+    """``a.b`` of such an expression; empty for any other."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def forbidden(name: str, found: frozenset[str]) -> set[str]:
     """What a module may not import: a layer above its own, and what only stands in a checkout."""
     outside = {other for other in found if other.split(".")[0] in ("evals", "notebooks", "tests")}
     layer = next((i for i, package in enumerate(LAYERS) if is_in(name, package)), None)
@@ -39,18 +47,18 @@ def forbidden(name: str, found: set[str]) -> set[str]:
 
 def test_imports_point_one_way():
     """Also those inside of functions."""
-    found = {module_name(path): forbidden(module_name(path), set(imports(path))) for path in MODULES}
+    found = {module_name(path): forbidden(module_name(path), imports(path)) for path in MODULES}
     assert {name: others for name, others in found.items() if others} == {}
 
 
-def loads(name: str, tree: ast.Module, is_package: bool, known: set[str]) -> set[str]:
+def loads(name: str, nodes: Iterable[ast.AST], is_package: bool, known: set[str]) -> set[str]:
     """The modules of `known` that module `name` imports: also within functions, and for type checkers alone.
 
     `from a import b` names module a.b where there is one, and otherwise a. That importing a.b runs a's ``__init__``
     first does not count: a package may gather what its modules define.
     """
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -73,12 +81,12 @@ def floor(name: str) -> int:
 
 def test_folders_of_caches_import_from_the_ones_before():
     """Type-only imports and imports in functions count; CONTRIBUTING.md has the table."""
-    known = set(trees())
+    known = set(nodes_of_all())
     climbs = {
         (module_name(path), other)
         for path in MODULES
         if is_in(module_name(path), "hfkvq.caches") and path.name != "__init__.py"
-        for other in set(imports(path)) & known
+        for other in imports(path) & known
         if is_in(other, "hfkvq.caches") and other != "hfkvq.caches" and floor(other) > floor(module_name(path))
     }
     assert climbs == set()
@@ -89,8 +97,9 @@ def test_folders_of_caches_import_from_the_ones_before():
 def test_no_imports_go_in_a_circle():
     """Raises CycleError, with the circle, where some do."""
     packages = {module_name(path) for path in MODULES if path.name == "__init__.py"}
-    known = trees()
-    TopologicalSorter({name: loads(name, tree, name in packages, set(known)) for name, tree in known.items()}).prepare()
+    known = nodes_of_all()
+    found = {name: loads(name, nodes, name in packages, set(known)) for name, nodes in known.items()}
+    TopologicalSorter(found).prepare()
 
 
 def test_imports_of_every_kind_are_found():
@@ -100,8 +109,9 @@ def test_imports_of_every_kind_are_found():
     )
     source += "\nelse:\n    import p.u\ntry:\n    import p.v\nexcept ImportError:\n    pass\ndef f():\n    import p.w"
     known = {"p", "p.q", "p.q.x", "p.t", "p.u", "p.v", "p.w"}
-    assert loads("p.q", ast.parse(source), True, known) == known
-    assert loads("p.q.m", ast.parse(source), False, known) == known
+    nodes = [*ast.walk(ast.parse(source))]
+    assert loads("p.q", nodes, True, known) == known
+    assert loads("p.q.m", nodes, False, known) == known
 
 
 def callers(*functions: str) -> set[str]:
@@ -109,12 +119,10 @@ def callers(*functions: str) -> set[str]:
     names = {f"kernels.{name}" for name in functions}
     return {
         module
-        for module, tree in trees().items()
-        for node in ast.walk(tree)
+        for module, nodes in nodes_of_all().items()
+        for node in nodes
         if isinstance(node, ast.Call)
-        and (
-            ast.unparse(node.func) in names or (is_in(module, "hfkvq.kernels") and ast.unparse(node.func) in functions)
-        )
+        and (dotted(node.func) in names or (is_in(module, "hfkvq.kernels") and dotted(node.func) in functions))
     }
 
 
@@ -127,12 +135,12 @@ def test_stores_alone_change_their_state():
     """Outside of `hfkvq.caches.store`, objects assign a ``state`` of their own at most."""
     found = {
         module
-        for module, tree in trees().items()
-        for node in ast.walk(tree)
+        for module, nodes in nodes_of_all().items()
+        for node in nodes
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and node.attr == "state"
-        and ast.unparse(node.value) != "self"
+        and dotted(node.value) != "self"
     }
     assert {module for module in found if not is_in(module, "hfkvq.caches.store")} == set()
 
@@ -141,11 +149,11 @@ FLOATS = frozenset({"zeros", "ones", "empty", "eye", "linspace", "logspace", "ra
 MAKERS = FLOATS | {"arange", "as_tensor", "asarray", "empty_strided", "randint", "randperm", "range", "scalar_tensor"}
 
 
-def by_globals(tree: ast.Module) -> list[str]:
+def by_globals(nodes: Iterable[ast.AST]) -> list[str]:
     """Calls that make a tensor of the default dtype, or on the default device."""
     found = []
-    for node in ast.walk(tree):
-        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    for node in nodes:
+        name = dotted(node.func) if isinstance(node, ast.Call) else ""
         if name.startswith("torch.") and name[6:] in MAKERS:
             given = {keyword.arg for keyword in node.keywords}
             # Further arguments (``**more``) may be either.
@@ -157,10 +165,9 @@ def by_globals(tree: ast.Module) -> list[str]:
 
 def test_no_tensor_is_made_by_globals():
     """Users change the default dtype and device (`torch.set_default_dtype`, ``with torch.device``)."""
-    assert {name: found for name, tree in trees().items() if (found := by_globals(tree))} == {}
-    assert by_globals(
-        ast.parse("torch.zeros(3); torch.arange(2); torch.ones(1, device=d); torch.arange(2, device=d)")
-    ) == ["torch.zeros(3)", "torch.arange(2)", "torch.ones(1, device=d)"]
+    assert {name: found for name, nodes in nodes_of_all().items() if (found := by_globals(nodes))} == {}
+    source = "torch.zeros(3); torch.arange(2); torch.ones(1, device=d); torch.arange(2, device=d)"
+    assert by_globals(ast.walk(ast.parse(source))) == ["torch.zeros(3)", "torch.arange(2)", "torch.ones(1, device=d)"]
 
 
 def test_folders_of_tests_are_those_of_the_package():
@@ -180,7 +187,7 @@ def test_docstrings_and_comments_name_their_object():
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = []
     for path in MODULES:
-        for node in ast.walk(parsed(path)):
+        for node in walked(path):
             text = ast.get_docstring(node) if isinstance(node, kinds) else None
             if text and RIDDLES.match(text):
                 found.append((module_name(path), text.splitlines()[0]))

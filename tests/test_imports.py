@@ -43,11 +43,16 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Full names of everything a file imports, at the top or inside a function; `from a import b` yields a and a.b."""
+@functools.cache
+def walked(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parsed(path)))
+
+
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
+    """Full names of everything a file imports, at the top or inside a function; `from a import b` has a and a.b."""
     package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
-    for node in ast.walk(parsed(path)):
-        yield from imported(node, package)
+    return frozenset(name for node in walked(path) for name in imported(node, package))
 
 
 def imported(node: ast.AST, package: str) -> Iterator[str]:
@@ -71,7 +76,7 @@ def may_use_transformers(name: str) -> bool:
 
 def test_each_library_has_its_door():
     for path in MODULES:
-        name, found = module_name(path), set(imports(path))
+        name, found = module_name(path), imports(path)
         if not may_use_transformers(name):
             assert {other for other in found if is_in(other, "transformers")} == set(), name
         if not is_in(name, "hfkvq.kernels.triton"):
@@ -80,7 +85,7 @@ def test_each_library_has_its_door():
 
 def test_relative_imports_are_resolved():
     """Guards the guard: a known file's relative import must come out as a full name."""
-    assert "hfkvq.kernels.pages.PageFormat" in set(imports(ROOT / "hfkvq/kernels/__init__.py"))
+    assert "hfkvq.kernels.pages.PageFormat" in imports(ROOT / "hfkvq/kernels/__init__.py")
 
 
 START = """

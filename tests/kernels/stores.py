@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -47,6 +48,7 @@ def spoil(name: str, x: Tensor, fmt: PageFormat) -> Tensor:
     return poison(x)
 
 
+@functools.cache
 def sylvester(order: int) -> Tensor:
     """Hadamard matrix over sqrt(order), by its definition: the sign is the parity of the common bits."""
     signs = [[(-1.0) ** bin(i & j).count("1") for j in range(order)] for i in range(order)]
@@ -171,9 +173,9 @@ def build(case: Case, seed: int = 0, change: Callable[[str, Tensor], Tensor] | N
             length = case.lengths[row]
             sink[row, :, :length] = x[row, :, : min(length, case.sink)]
             counts = getattr(case, side)[row]
-            for position in range(case.sink + sum(counts), length):
-                ring[row, :, (position - case.sink) % tail] = x[row, :, position]
-            assert length - case.sink - sum(counts) <= tail, "the case does not fit its tail"
+            newest = torch.arange(case.sink + sum(counts), max(length, case.sink + sum(counts)))
+            assert len(newest) <= tail, "the case does not fit its tail"
+            ring[row, :, (newest - case.sink) % tail] = x[row, :, newest]
             for i, count in enumerate(counts):
                 _put(views[i], store.runs[i][at], side, row, orders[row][i][:count], x, known)
         windows[side] = (sink, ring)
