@@ -204,11 +204,14 @@ def test_whatever_happens_the_bytes_are_the_same(kind, model):
         # No model does this, but then layers differ, and must not be given each other's routes.
         (lambda cache: cache.layers[3].reorder_cache(torch.tensor([2, 1, 0])), lambda valid: valid),
         (lambda cache: cache.batch_repeat_interleave(2), lambda valid: valid.repeat_interleave(2, 0)),
-        (lambda cache: cache.batch_select_indices(torch.tensor([4, 0])), lambda valid: valid[[4, 0]]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), lambda valid: valid[[2, 0]]),
         (lambda cache: cache.reset(), lambda valid: valid[:, :0]),
     ]
     give(44, (0, 9, 23))
-    for change, of_mask in changes:
+    # Windows meet all changes, the other two kinds every second one.
+    for change, of_mask in changes[
+        {"windows": slice(None), "ages": slice(0, None, 2), "fixed": slice(1, None, 2)}[kind]
+    ]:
         for cache in caches:
             change(cache)
         caches = [copy.deepcopy(cache) for cache in caches]
