@@ -30,10 +30,15 @@ def _append(
     where = torch.arange(keys.shape[0], device=device) if rows is None else rows.long()
     at = where[:, None]
     token = length + torch.arange(tokens, device=device)
+    # On CPUs, which may be asked, most steps have nothing for the sink.
+    past_sink = device.type == "cpu" and bool((length >= windows[0].shape[2]).all())
     for i, (x, block) in enumerate(((keys, rotate_keys), (values, rotate_values))):
         sink, tail = windows[i], windows[i + 2]
         x = hadamard(x, block).to(sink.dtype)
         slot = (token - sink.shape[2]) % tail.shape[2]
+        if past_sink:
+            tail[at, :, slot] = x.transpose(1, 2)
+            continue
         # Slots of consecutive tokens differ, so those that belong in the sink put back what they find.
         held = (token < sink.shape[2])[:, :, None, None]
         tail[at, :, slot] = torch.where(held, tail[at, :, slot], x.transpose(1, 2))

@@ -147,7 +147,8 @@ def _decode_attention(
     logits = logits.view(batch, heads, share, queries, -1)
     probs = visible_probs(logits, where, counters, mask, sinks, softcap, form.window)
 
-    if form.ordered:
+    alike = tail_k.shape[2] == tail_v.shape[2] and not counters.is_cuda
+    if form.ordered and not (alike and torch.equal(counters[RUNS], counters[RUNS + 1])):
         # Keys and values leave the tail at different steps, so probabilities go through row positions.
         by_row = probs.new_zeros((*probs.shape[:-1], longest + 1))
         at = torch.where(where > ABSENT, where, longest).long()[:, None, None]
