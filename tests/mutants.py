@@ -275,7 +275,13 @@ MUTANTS = [
         "newest = sealed + (columns(tail_length) - sealed) % tail_length",
         "newest = sealed + columns(tail_length)",
     ),
-    Mutant("attend-sides", "attention", DECODE, "if form.ordered:\n        # Keys", "if False:\n        # Keys"),
+    Mutant(
+        "attend-sides",
+        "attention",
+        DECODE,
+        "if form.ordered and not (alike and torch.equal(counters[RUNS], counters[RUNS + 1])):\n",
+        "if False:\n",
+    ),
     Mutant(
         "attend-scaling",
         "masks",
