@@ -146,7 +146,7 @@ class MixKVQ(Scheme):
             SideLayout((keys,), unit=self.page_size), SideLayout((values,), unit=self.page_size), self.sink_length
         )
 
-    def step_rule(self, head_dim: int) -> str:
+    def step_rule(self, head_dim: int) -> str | None:
         """Rule of section 4.2: 16 bits where ``A > tau_bf16``, else 4 where ``A > tau_int4``; as room allows."""
         if self.select == "fractions":
             return range_rule()
