@@ -2,13 +2,16 @@
 
 The budget decides before tokens come, and before rows or lengths change. Each layer lies in one step buffer, so that
 what the cache holds is known beforehand, to the byte: `Budget.peak`. Where that would pass the limit, the sides that
-cost least go down a rung, a layer at a time: beside the layers there is never more than one further buffer.
+cost least go down a rung, a layer at a time: beside the layers there is never more than one further buffer. Where all
+have gone down and the cache may forget, each KV head lets its pages go that the newest queries attend to least.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace as replaced
 from functools import lru_cache
@@ -23,6 +26,7 @@ from hfkvq.kernels.step import MAX_STEP, Allocation, StepPlan, buffer_bytes, vie
 from hfkvq.sizes import parse_size
 
 from .base.capture import RECORDERS
+from .eviction.pages import kept_pages, page_size, pages_to_spare, score_bytes
 from .layer_state.base import ROLLBACK, unchanged_on_error
 from .layer_state.smoothing import KeySmoothing, measure, of_keys
 from .layers.layer import KVLayer
@@ -30,6 +34,7 @@ from .layers.memory import format_bytes, held_bytes
 from .schemes.base import Scheme, get_scheme
 from .schemes.preset import Preset
 from .schemes.sides import Sides
+from .schemes.snapkv import SnapKV
 from .steps.step_buffer import LEAST_HEADROOM, room_ahead, sealing_rules
 from .store import SIDES
 from .store.relaid import Reader, basis_change, relaid, relaid_scratch
@@ -43,7 +48,12 @@ MARGIN = 0.9
 """Share of the device's free memory that ``memory="auto"`` takes: what attention computes needs some of it."""
 
 AHEAD = 0.125
-"""Share of its tokens by which a cache that steps down makes room: few changes in all."""
+"""Share of its tokens by which a cache that steps down, or forgets, makes room: few changes in all."""
+
+EVICTS = ("snapkv",)
+"""Schemes by which a cache may forget tokens once the ladder ends."""
+
+logger = logging.getLogger(__name__)
 
 ORDER_KIND = "hfkvq order"
 """Kind of a file with an order, as `hfkvq.tuning.order` writes it."""
@@ -66,6 +76,8 @@ class Shape(NamedTuple):
     Attributes:
         captured: whether steps over the buffers are captured; then tails are as long as they may become.
         hold: newest tokens that stay unsealed, beyond what the layout says.
+        gone: columns that have no room any longer, since their tokens were forgotten; see `KVLayer.gone`.
+        queries: query heads of which the newest queries are kept, by which tokens are forgotten, times how many.
     """
 
     rows: int
@@ -75,19 +87,29 @@ class Shape(NamedTuple):
     dtype: str
     captured: bool
     hold: int
+    gone: int = 0
+    queries: int = 0
+
+    @property
+    def shown(self) -> int:
+        """Bytes of the newest queries of one layer and all rows."""
+        return self.rows * self.queries * self.key_dim * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        return getattr(torch, self.dtype.removeprefix("torch.")).itemsize
 
     @property
     def token(self) -> int:
         """Bytes of a token's keys and values in the model's dtype, of one layer and all rows."""
-        size = getattr(torch, self.dtype.removeprefix("torch.")).itemsize
-        return self.rows * self.heads * (self.key_dim + self.value_dim) * size
+        return self.rows * self.heads * (self.key_dim + self.value_dim) * self.itemsize
 
 
 @lru_cache(maxsize=4096)
 def plan_of(scheme: Scheme, shape: Shape, room: int) -> StepPlan:
     """The plan of a layer's buffer for so many tokens; that of `step_buffer.make_plan`, before there is a store."""
     layout = scheme.layout(shape.key_dim, shape.value_dim)
-    behind = max(room - layout.sink, 0)
+    behind = max(room - shape.gone - layout.sink, 0)
     limits = tail_limits(layout, shape.hold)
     keys, values = (limits[side] if shape.captured else min(limits[side], max(behind, MAX_STEP)) for side in SIDES)
     rule, query = sealing_rules(scheme, layout, shape.key_dim)
@@ -121,7 +143,8 @@ def window_bytes(scheme: Scheme, shape: Shape, room: int) -> int:
     plan = plan_of(scheme, shape, room)
     page = plan.format.runs[0][0].page_size
     tokens = plan.format.sink + sum(plan.tails)
-    return 2 * (shape.token * (tokens + 4 * page + max(plan.local)) + 8 * shape.rows * (plan.blocks[0] + 64))
+    copies = shape.token * (tokens + 4 * page + max(plan.local)) + 8 * shape.rows * (plan.blocks[0] + 64)
+    return 2 * (copies + shape.shown)
 
 
 def default_order(layers: int, rungs: int) -> list[tuple[int, Side]]:
@@ -180,20 +203,40 @@ def parse_memory(memory: Any, device: torch.device) -> int:
     return parse_size(memory, "memory")
 
 
+def parse_evict(evict: str | None) -> SnapKV | None:
+    """Scheme by which a cache may forget tokens; None for one that keeps all."""
+    if evict is None:
+        return None
+    if evict not in EVICTS:
+        raise ValueError(
+            f"evict: got {evict!r}, allowed 'snapkv', or None for a cache that keeps all tokens and raises an error "
+            "where they do not fit; other schemes that evict are presets of their own, without memory=."
+        )
+    found = get_scheme(evict)
+    assert isinstance(found, SnapKV), "checked above"
+    return found
+
+
 class Budget:
     """The budget of one cache, and where each layer stands on the ladder.
 
     Attributes:
         limit: most bytes that the cache holds.
+        evict: scheme by which tokens are forgotten once the ladder ends; None where an error is raised then.
         ladder: schemes, widest first.
         moves: steps down, in the order in which they are made.
         rungs: where each layer's keys and values stand.
     """
 
     def __init__(
-        self, limit: int, layers: int, dim: int, order: Iterable[tuple[int, str]] | str | Path | None = None
+        self,
+        limit: int,
+        layers: int,
+        dim: int,
+        order: Iterable[tuple[int, str]] | str | Path | None = None,
+        evict: str | None = None,
     ) -> None:
-        self.limit, self.layers, self.dim = limit, layers, dim
+        self.limit, self.layers, self.dim, self.evict = limit, layers, dim, parse_evict(evict)
         self.ladder = [get_scheme(scheme) for scheme in LADDER]
         self.sink = max(scheme.layout(dim, dim).sink for scheme in self.ladder)
         self.rungs: Rungs = ((0, 0),) * layers
@@ -284,10 +327,15 @@ class Budget:
         schemes = self.schemes(rungs)
         held = [layer_bytes(scheme, shape, room) for scheme in schemes]
         small = shape.rows * (shape.heads * (8 * shape.key_dim + 16) + 64) * len(held) + 32 * shape.rows * tokens
-        scratch = max(relaid_scratch(plan_of(scheme, shape, room)) for scheme in set(schemes))
+        small += shape.shown * (len(held) + 1)
+        plans = [plan_of(scheme, shape, room) for scheme in set(schemes)]
+        scratch, beside = max(map(relaid_scratch, plans)), max(held)
+        if shape.queries:
+            # Pages are scored before there is another buffer.
+            beside = max(beside, *(score_bytes(plan) for plan in plans))
         staged = shape.token * max(tokens, MAX_STEP)
         copies = sum(window_bytes(scheme, shape, room) for scheme in schemes) if extra else 0
-        return sum(held) + small + max(staged, max(held) + scratch) + copies
+        return sum(held) + small + max(staged, beside + scratch) + copies
 
     def choose(
         self,
@@ -297,13 +345,15 @@ class Budget:
         rooms: Callable[[bool], Sequence[int]],
         extra: str = "",
         more: int = 0,
-    ) -> tuple[Rungs, int]:
-        """Rungs and room that fit: as few steps down as possible, then as much room.
+        spare: tuple[int, int] = (0, 1),
+    ) -> tuple[Shape, Rungs, int]:
+        """Shape, rungs and room that fit: as few steps down as possible, then as much room, then fewer tokens.
 
         Args:
             need: tokens of a row that must have a place.
             rooms: rooms to try, the best first, on the rungs where the cache stands (True), or below them.
             more: bytes that are held beside.
+            spare: pages that may be forgotten and tokens of a page, see `_pages_to_spare`.
 
         Raises:
             ValueError: the whole ladder is not enough. Nothing is changed then.
@@ -312,18 +362,47 @@ class Budget:
         for last in self.down():
             for room in rooms(last is self.rungs):
                 if self.peak(last, shape, room, tokens, extra) + more <= self.limit:
-                    return last, room
+                    return shape, last, room
         # The ladder ends here, so there is no use in room ahead.
         for room in rooms(True):
             if self.peak(last, shape, room, tokens, extra) + more <= self.limit:
-                return last, room
+                return shape, last, room
+        pages, page = spare
+
+        def without(count: int) -> Shape:
+            return shape._replace(gone=shape.gone + count * page)
+
+        def fits(count: int) -> bool:
+            return self.peak(last, without(count), need, tokens, extra) + more <= self.limit
+
+        fewest = 1 + bisect_left(range(1, pages + 1), True, key=fits)
+        if fewest <= pages:
+            ahead = min(pages - fewest, max(1, int(AHEAD * pages)))
+            return without(fewest + ahead), last, need + ahead * page
         least = self.peak(last, shape, rooms(True)[-1], tokens, extra) + more
         raise ValueError(
             f"memory: {need} tokens in {shape.rows} rows need {format_bytes(least)} in the narrowest pages, but the "
             f"budget is {format_bytes(self.limit)}; nothing was changed. Give the cache more "
-            "(cache.memory_limit = ...), use fewer rows or a shorter text, or pass a long prompt in chunks "
-            "(prefill_chunk_size)."
+            "(cache.memory_limit = ...), use fewer rows or a shorter text, pass a long prompt in chunks "
+            "(prefill_chunk_size), or let a new cache forget tokens (evict='snapkv')."
         )
+
+    def _pages_to_spare(self, cache: Any, shape: Shape) -> tuple[int, int]:
+        """Pages of each row that may be forgotten, in every layer, and tokens of a page."""
+        found, page = [], 1
+        for layer in cache.compressed_layers:
+            if self.evict is None or cache._sync.holes or layer.store is None:
+                # Columns have a meaning of their own where padding stands among tokens.
+                return 0, page
+            state = layer.store.state
+            page, longest = page_size(state), layer.seen - layer.gone
+            # A layer is ahead of the others where an attempt has failed half-way.
+            before = (layer.gone - shape.gone) // page
+            found += [
+                pages_to_spare(row, state, self.evict.window) + (longest - row.length) // page + before
+                for row in state.states
+            ]
+        return min(found), page
 
     # Calls of the cache.
 
@@ -361,7 +440,10 @@ class Budget:
         cache._catch_up()
         for layer in layers:
             layer.settle()
-        rungs, room = self.choose(shape, need, tokens, rooms)
+        # Tokens are taken back between steps where they are recorded as past; by then no room can be made.
+        extra = "windows" if self.evict is not None and layers[0].record_past else ""
+        spare = self._pages_to_spare(cache, shape)
+        shape, rungs, room = self.choose(shape, need, tokens, rooms, extra, spare=spare)
         self._go(cache, shape, rungs, room)
 
     def before_change(self, cache: Any, rows: int | None = None, copies: bool = False) -> None:
@@ -390,7 +472,9 @@ class Budget:
             for rungs in self.down():
                 both = self.peak(rungs, new, need, 0)
                 # New rows are gathered from the old buffers, then bound to their own.
-                both += sum(layer_bytes(x, each, need) for x in self.schemes(rungs) for each in (shape, new))
+                both += sum(
+                    layer_bytes(x, each, need) + each.shown for x in self.schemes(rungs) for each in (shape, new)
+                )
                 if both <= self.limit:
                     break
             else:
@@ -400,7 +484,10 @@ class Budget:
                 )
             held = [need]
         else:
-            rungs, _ = self.choose(shape, need, 0, lambda _: held, "windows")
+            # Tokens that are about to be taken back could not be, once others are forgotten.
+            spare, before = (0, 1) if rows is None else self._pages_to_spare(cache, shape), shape
+            shape, rungs, room = self.choose(shape, need, 0, lambda _: held, "windows", spare=spare)
+            held = held if shape == before else [room]
         if rungs != self.rungs or any(x.buffer.room > held[0] or x.buffer.tensor is None for x in layers):
             self._go(cache, shape, rungs, held[0])
 
@@ -426,7 +513,13 @@ class Budget:
                 layer.settle()
             shape, need = self._shape(cache, None), layers[0].capacity or layers[0].seen
             room = max(need, *(x.buffer.room for x in layers))
-            rungs, room = self.choose(shape, need, 0, lambda stays: [room, need] if stays else [need])
+            shape, rungs, room = self.choose(
+                shape,
+                need,
+                0,
+                lambda stays: [room, need] if stays else [need],
+                spare=self._pages_to_spare(cache, shape),
+            )
             self._go(cache, shape, rungs, room)
         except BaseException:
             self.limit = before
@@ -443,17 +536,17 @@ class Budget:
 
     def _shape(self, cache: Any, keys: Tensor | None) -> Shape:
         first: KVLayer = cache.compressed_layers[0]
-        hold = ROLLBACK if first.record_past else 0
+        hold, buffer = ROLLBACK if first.record_past else 0, first.buffer
+        assert buffer is not None, "a cache with a budget has buffers"
+        gone = min(layer.gone for layer in cache.compressed_layers)
+        shown = 0 if self.evict is None else buffer.queries_per_head * self.evict.window
         if keys is not None:
             rows, heads, _, dim = keys.shape
             captured = cache._sync.captured and keys.device.type in RECORDERS
-            return Shape(rows, heads, dim, dim, str(keys.dtype), captured, hold)
-        store, buffer = first.held(), first.buffer
-        assert buffer is not None, "a cache with a budget has buffers"
-        dims = store.dims
-        return Shape(
-            first.batch_size, store.heads, dims["keys"], dims["values"], str(store.dtype), buffer.replays, hold
-        )
+            return Shape(rows, heads, dim, dim, str(keys.dtype), captured, hold, gone, shown * heads)
+        store = first.held()
+        rows, heads, dims, dtype = first.batch_size, store.heads, store.dims, str(store.dtype)
+        return Shape(rows, heads, dims["keys"], dims["values"], dtype, buffer.replays, hold, gone, shown * heads)
 
     def _rooms(self, cache: Any, need: int, shape: Shape) -> Callable[[bool], Sequence[int]]:
         """Rooms to try for so many tokens, the largest first."""
@@ -464,13 +557,16 @@ class Budget:
         headroom = cache._sync.headroom
         least = need + (min(LEAST_HEADROOM, page) if shape.captured and headroom else page)
 
+        # A cache that may forget does so before it moves for every token.
+        exactly = [least, need] if self.evict is None else [least]
+
         def rooms(stays: bool) -> Sequence[int]:
             if not (shape.captured and headroom):
-                return [least, need] if stays else [least]
-            most = room_ahead([], need, headroom if stays else min(headroom, AHEAD), True)
+                return exactly if stays else [least]
+            most = shape.gone + room_ahead([], need - shape.gone, headroom if stays else min(headroom, AHEAD), True)
             # Halving what is ahead; exactly what is needed comes last.
             ahead = [need + ((most - need) >> n) for n in range(4)]
-            return [*(x for x in ahead if x > least), least, need] if stays else [most]
+            return [*(x for x in ahead if x > least), *exactly] if stays else [most]
 
         return rooms
 
@@ -478,7 +574,7 @@ class Budget:
         """Chooses rungs and room of an empty cache, from the top of the ladder."""
         before, self.rungs = self.rungs, ((0, 0),) * self.layers
         try:
-            rungs, room = self.choose(shape, need, tokens, rooms)
+            _, rungs, room = self.choose(shape, need, tokens, rooms)
         except ValueError:
             self.rungs = before
             raise
@@ -500,6 +596,14 @@ class Budget:
         """Takes all layers to these rungs, and to buffers of this room; those that become smaller go first."""
         schemes = self.schemes(rungs)
         layers = list(enumerate(zip(cache.compressed_layers, schemes, strict=True)))
+        if shape.gone and not any(layer.gone for layer in cache.compressed_layers):
+            logger.warning(
+                "memory: the narrowest pages of %d tokens do not fit in %s, so the cache begins to forget "
+                "(evict='snapkv'): the tokens that the newest queries attend to least are gone for good, and answers "
+                "that need them will be wrong. Give it more memory, or leave evict= out to get an error.",
+                cache._sync.seen,
+                format_bytes(self.limit),
+            )
 
         def growth(each: tuple[int, tuple[KVLayer, Scheme]]) -> int:
             _, (layer, scheme) = each
@@ -508,9 +612,10 @@ class Budget:
 
         try:
             for i, (layer, scheme) in sorted(layers, key=growth):
-                plan = plan_of(scheme, shape, room)
-                if layer.buffer.tensor is None or layer.buffer.plan != plan or layer.scheme != scheme:
-                    self._move(cache, i, layer, scheme, plan)
+                own = shape._replace(gone=max(shape.gone, layer.gone))
+                plan, forgets = plan_of(scheme, own, room), own.gone > layer.gone
+                if layer.buffer.tensor is None or layer.buffer.plan != plan or layer.scheme != scheme or forgets:
+                    self._move(cache, i, layer, scheme, plan, own.gone)
         finally:
             # Should a layer fail, each is where it was or where it was to go.
             self.adopt([layer.scheme for layer in cache.compressed_layers])
@@ -544,13 +649,17 @@ class Budget:
             made = of_keys(keys())
         return made.centred_at_zero() if layer._keeps_logits else made
 
-    def _move(self, cache: Any, index: int, layer: KVLayer, scheme: Scheme, plan: StepPlan) -> None:
-        """Takes a layer to another scheme, or another room, or leaves it as it was."""
+    def _move(self, cache: Any, index: int, layer: KVLayer, scheme: Scheme, plan: StepPlan, gone: int) -> None:
+        """Takes a layer to another scheme, another room, or fewer tokens, or leaves it as it was."""
         store, buffer, queries = layer.held(), layer.buffer, layer.queries
         assert buffer is not None, "a cache with a budget has buffers"
         layer.close()
         old, new = store.layout, scheme.layout(plan.key_dim, plan.value_dim)
-        before = layer.smoothing
+        before, kept = layer.smoothing, None
+        if gone > layer.gone:
+            assert self.evict is not None, "asked before"
+            assert queries is not None, "of every layer with a budget"
+            kept = kept_pages(layer, queries, layer.seen - gone, self.evict.window)
 
         def keys() -> Tensor:
             """Some of the layer's keys, as the model made them."""
@@ -581,7 +690,7 @@ class Budget:
         with torch.inference_mode(False):
             tensor = torch.zeros(buffer_bytes(plan), dtype=torch.uint8, device=store.device)
             views = views_of_buffer(tensor, plan)
-        state = relaid(store.state, views, old, new, scheme, changes, layer.hold, q_abs)
+        state = relaid(store.state, views, old, new, scheme, changes, layer.hold, q_abs, kept)
         with unchanged_on_error([x for x in (layer, buffer, buffer.sync, queries) if x is not None]):
             layer.store, layer.scheme, layer.smoothing = (
                 store.laid_out(new, scheme, state, layer.hold),
@@ -589,6 +698,7 @@ class Budget:
                 smoothing,
             )
             layer.smooths_by_prompt = False
+            layer.gone, layer.evicted = gone, layer.evicted or kept is not None
             layer.edition += 1
             if queries is not None:
                 queries.sums, queries.always = sums, "query" not in scheme.needs

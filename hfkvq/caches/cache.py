@@ -23,9 +23,9 @@ from .base import outside_inference_mode, warn_once
 from .base.capture import RECORDERS
 from .base.config_switch import NAME, add_cache, restore, switch
 from .base.model_calls import CallInterceptor, intercept, is_inside_call, with_cache
-from .base.model_config import head_dim_of, stock_layers, text_config
+from .base.model_config import head_dim_of, hinders_eviction, stock_layers, text_config
 from .base.recorded import DeviceSync, is_captured, is_recorded, uneven
-from .budget import Budget, parse_memory
+from .budget import Budget, parse_evict, parse_memory
 from .cache_file import below, packed_layer, read_file, unpack_layer, write_file
 from .compile import compile_kernels
 from .layer_state.query_statistics import QueryStatistics
@@ -107,6 +107,9 @@ class MixedKVCache(Cache):
             With ``max_cache_len`` the widths are chosen at once, for the whole capacity.
         order: with ``memory``, the order in which layers go down: (layer, "keys" or "values") pairs, or a file that
             `hfkvq.tuning.save_order` wrote. None goes by depth.
+        evict: with ``memory``, ``"snapkv"`` lets the cache forget tokens where all layers have gone down and the next
+            ones do not fit: in each KV head whole pages, those that the newest 64 queries attend to least; never the
+            sink, or the newest 64 tokens. A warning says so when the first token goes. None raises an error then.
         layers: schemes of single layers, ``{"0-1": "full", "-1": {"boost_ratio": 0.5}}``: a name, a `Scheme`, or
             options of the main scheme, by layers of the decoder (ranges include both ends). Layers that are not
             compressed anyway stay as they are.
@@ -151,6 +154,7 @@ class MixedKVCache(Cache):
         *,
         memory: int | str | None = None,
         order: Iterable[tuple[int, str]] | str | Path | None = None,
+        evict: str | None = None,
         layers: Mapping[str | int, Any] | None = None,
         max_cache_len: int | None = None,
         graphs: bool | None = None,
@@ -172,7 +176,9 @@ class MixedKVCache(Cache):
         if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 <= headroom <= 4:
             raise ValueError(f"headroom: got {headroom!r}, allowed a number from 0 to 4, e.g. 0.25.")
         text = text_config(config)
-        self.budget = None if memory is None else _budget_of(memory, order, text, device_of(model_or_config))
+        if evict is not None:
+            _check_evict(evict, memory, max_cache_len, text)
+        self.budget = None if memory is None else _budget_of(memory, order, evict, text, device_of(model_or_config))
         if order is not None and memory is None:
             raise ValueError("order: got one without memory=, which says when layers go down; pass memory='6GiB'.")
         if self.budget is not None:
@@ -233,7 +239,8 @@ class MixedKVCache(Cache):
         for layer in layers:
             assert layer.buffer is not None, "steps may be recorded"
             # Keys are weighed by queries as they go down; until then, those of prompts are counted.
-            layer.queries = layer.buffer.queries = QueryStatistics("query" not in layer.scheme.needs)
+            kept = 0 if self.budget is None or self.budget.evict is None else self.budget.evict.window
+            layer.queries = layer.buffer.queries = QueryStatistics("query" not in layer.scheme.needs, kept)
 
     # The model, and the layers.
 
@@ -539,6 +546,14 @@ class MixedKVCache(Cache):
             ValueError: set to what the cache cannot go down to, or of a cache without a budget. Nothing is changed.
         """
         return None if self.budget is None else self.budget.limit
+
+    @property
+    def evicted(self) -> int:
+        """Most tokens of a row that a cache with ``evict=`` has forgotten; 0 of any other cache.
+
+        ``memory().tokens`` has the shares of tokens that are forgotten of any cache.
+        """
+        return max((layer.gone for layer in self.compressed_layers), default=0)
 
     @memory_limit.setter
     def memory_limit(self, memory: int | str) -> None:
@@ -853,12 +868,23 @@ class MixedKVCache(Cache):
         register()
 
 
-def _budget_of(memory: Any, order: Any, text: PreTrainedConfig, device: torch.device) -> Budget:
+def _check_evict(evict: Any, memory: Any, capacity: int | None, text: PreTrainedConfig) -> None:
+    """Raises ValueError where a cache cannot forget tokens by a budget."""
+    parse_evict(evict)
+    why = "without memory=, which says when tokens go" if memory is None else None
+    why = "with max_cache_len, whose widths are chosen at once for the whole capacity" if capacity is not None else why
+    hinders = hinders_eviction(text)
+    why = f"for {text.model_type}, which {hinders}" if hinders else why
+    if why is not None:
+        raise ValueError(f"evict: got {evict!r} {why}; leave evict= out, or pass memory= and no max_cache_len.")
+
+
+def _budget_of(memory: Any, order: Any, evict: str | None, text: PreTrainedConfig, device: torch.device) -> Budget:
     """The budget of a cache of a model of this text config."""
     dim = head_dim_of(text)
     if dim is None:
         raise ValueError(f"memory: {text.model_type} has heads of no one dimension; choose a scheme, e.g. 'best-3.4'.")
-    return Budget(parse_memory(memory, device), len(stock_layers(text)), dim, order)
+    return Budget(parse_memory(memory, device), len(stock_layers(text)), dim, order, evict)
 
 
 def _take_no_scheme(scheme: Any, layers: Any, knobs: Any, budget: Budget, can: bool, offloading: Any) -> None:

@@ -99,6 +99,7 @@ def _packed_pages(layer: KVLayer) -> Packed:
         "shape": [layer.batch_size, layer.heads, *(store.dims[side] for side in ("keys", "values"))],
         "dtype": str(layer.dtype).removeprefix("torch."),
         "evicted": layer.evicted,
+        "gone": layer.gone,
         "store": numbers,
     }
     if store.format.window:
@@ -126,7 +127,7 @@ def _unpack_pages(layer: KVLayer, found: Mapping[str, Any], tensors: Tensors, de
     keys, values = (torch.empty(1, 1, 1, 1, dtype=dtype, device=device).expand(rows, heads, 1, dim) for dim in dims)
     layer.lazy_initialization(keys, values)
     layer.held().unpack(found["store"], below("store", tensors))
-    layer.seen, layer.evicted = int(found["seen"]), found["evicted"] is True
+    layer.seen, layer.evicted, layer.gone = int(found["seen"]), found["evicted"] is True, int(found.get("gone", 0))
     vectors = tensors["smoothing"] if "smoothing" in found else None
     if vectors is not None and (vectors.dtype != torch.float32 or vectors.shape != (3, heads, dims[0])):
         raise ValueError(f"smoothing vectors of {vectors.dtype} and shape {tuple(vectors.shape)}")

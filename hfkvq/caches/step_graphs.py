@@ -384,8 +384,11 @@ class StepGraphs:
         sync = self.sync
         # Graphs know where smoothing vectors lie, and keep them.
         smoothing = tuple([buffer.layer.smoothing for buffer in sync.members])
+        # Graphs write the newest queries where these lie.
+        held = [None if buffer.queries is None else buffer.queries.shown for buffer in sync.members]
+        shown = tuple([None if x is None else x.data_ptr() for x in held])
         shapes = tuple((name, x.shape, x.dtype, x.device) for name, x in step.tensors.items())
-        kind = (id(model), self.fuses, self._setting(model), tuple(step.rest.items()), shapes, smoothing)
+        kind = (id(model), self.fuses, self._setting(model), tuple(step.rest.items()), shapes, smoothing, shown)
         if kind in self._failed:
             return False, None
         if sync.stale:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import pickle
 import random
@@ -13,14 +14,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache
+from transformers import BloomConfig, DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hfkvq import MixedKVCache
 from hfkvq.caches import budget
+from hfkvq.caches.eviction.pages import kept_pages, page_scores, page_size
 from hfkvq.caches.layers.layer import KVLayer
 from hfkvq.caches.layers.memory import held_bytes
+from hfkvq.caches.schemes.sides import Sides
+from hfkvq.caches.schemes.snapkv import SnapKV
+from hfkvq.caches.store.requantize import keep_tokens
 from tests.caches.driver import assert_same_bits, same_bits, small, stored
-from tests.caches.graph_recorder import captured  # noqa: F401
+from tests.caches.graph_recorder import captured, taped  # noqa: F401
 from tests.caches.models import build, prompt
 from tests.caches.test_faults import FailAt, Fault
 from tests.caches.test_generate import MODES
@@ -172,9 +178,15 @@ class History:
         self.options = {"graphs": pick.random() < 0.6, "headroom": pick.choice([0.0, 0.25])}
         if pick.random() < 0.25:
             self.options["max_cache_len"] = pick.choice([200, 400])
+        elif pick.random() < 0.6:
+            self.options["evict"] = "snapkv"
         owner = self.model if pick.random() < 0.8 else self.model.config
-        self.cache = MixedKVCache(owner, memory=pick.randrange(250_000, 800_000), **self.options)
         self.seen, self.rows, self.refused = 0, pick.choice([1, 1, 2, 3]), 0
+        memory = pick.randrange(250_000, 800_000)
+        if "evict" in self.options:
+            # So little that a few prompts go down the whole ladder.
+            memory = self.rows * pick.randrange(340_000, 400_000)
+        self.cache = MixedKVCache(owner, memory=memory, **self.options)
 
     @property
     def limit(self):
@@ -186,7 +198,7 @@ class History:
         rungs = self.cache.budget.rungs
         try:
             act()
-        except ValueError as error:
+        except (ValueError, NotImplementedError) as error:
             if not any(word in str(error) for word in (*words, "memory: ", "max_cache_len")):
                 raise
             self.refused += 1
@@ -204,7 +216,7 @@ class History:
     def prompt(self):
         if self.seen:
             return self.feed(self.random.choice([17, 40, 90, 180]))
-        tokens, mask = self.random.choice([1, 5, 30, 90, 200]), None
+        tokens, mask = self.random.choice([1, 5, 30, 90, 90 if "evict" in self.options else 200]), None
         if self.rows > 1 and self.random.random() < 0.5:
             mask = torch.ones(self.rows, tokens, dtype=torch.long)
             mask[0, : tokens // 3] = 0
@@ -299,7 +311,8 @@ class History:
     def run(self, events):
         more = ("crop", "reorder", "repeat", "select", "copied", "pickled", "saved", "limited", "reset")
         for _ in range(events):
-            name = self.random.choice(["prompt", "prompt", "steps", "several", "steps", *more])
+            prompts = ["prompt"] * (6 if "evict" in self.options else 2)
+            name = self.random.choice([*prompts, "steps", "several", "steps", *more])
             if name in more and not self.seen:
                 continue
             with watched(self.cache, self.patch):
@@ -309,6 +322,189 @@ class History:
             cache.integrity_check()
             assert held(cache) <= self.limit, name
             assert int(cache.get_seq_length()) == self.seen, name
+
+
+# A cache that forgets.
+
+
+ROOM = 400_000
+"""Bytes in which two layers hold some 500 tokens on the last rung."""
+
+
+@pytest.fixture
+def shallow():
+    return build("llama", num_hidden_layers=2, max_position_embeddings=4096)
+
+
+def forgetting(model, **options):
+    """A cache that has gone down the whole ladder and forgotten tokens."""
+    cache = MixedKVCache(model, memory=ROOM, evict="snapkv", **options)
+    while not cache.evicted:
+        forward(model, cache, prompt(1, 60))
+    return cache
+
+
+def test_forgets_at_the_end_of_the_ladder_and_goes_on(shallow, monkeypatch, caplog):
+    cache, rungs, kept = MixedKVCache(shallow, memory=ROOM, graphs=False, evict="snapkv"), set(), []
+    with watched(cache, monkeypatch) as peaks:
+        for n in range(16):
+            logits = forward(shallow, cache, prompt(1, 60 if n % 4 else 1))
+            assert logits.isfinite().all()
+            assert held(cache) == cache.memory().total <= ROOM
+            cache.integrity_check()
+            rungs.add(cache.budget.rungs)
+            kept.append(cache.get_seq_length() - cache.evicted)
+    assert len(rungs) > 3
+    assert max(peaks) > 0.75 * ROOM
+    assert cache.get_seq_length() == 4 + 12 * 60
+    # As many as fit: the cache does not shrink.
+    assert all(400 < each < 520 for each in kept[-6:])
+    assert {layer.held().longest for layer in cache.compressed_layers} == {kept[-1]}
+    assert "tokens evicted" in str(cache.memory())
+    said = [record.message for record in caplog.records if "begins to forget" in record.message]
+    assert len(said) == 1
+
+
+def test_without_leave_to_forget_it_refuses(shallow):
+    cache = MixedKVCache(shallow, memory=ROOM, graphs=False)
+    forward(shallow, cache, prompt(1, 420))
+    before = bits(cache)
+    with pytest.raises(ValueError, match=r"nothing was changed.*evict='snapkv'"):
+        forward(shallow, cache, prompt(1, 900))
+    assert same_bits(before, bits(cache))
+    assert cache.evicted == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_logits_are_those_of_snapkv_with_the_same_tokens(model, rows, monkeypatch):
+    """A headwise cache of the preset's pages, which forgets the same tokens by a requantization."""
+    plain, kept = small("best-2.5", **PLAIN["best-2.5"]), []
+    monkeypatch.setattr(budget, "LADDER", (small("full"), plain, plain))
+    monkeypatch.setattr(budget, "kept_pages", lambda *given: kept.append(kept_pages(*given)) or kept[-1])
+    pages = Sides(keys=plain, values=plain, sink_length=plain.sink_length)
+    ids, mask = prompt(rows, 300), torch.ones(rows, 300, dtype=torch.long)
+    mask[1:, :50] = 0
+    cache = MixedKVCache(model, memory="64MiB", evict="snapkv")
+    own = MixedKVCache(model, SnapKV(pages=pages, budget_tokens=10_000))
+    for each in (cache, own):
+        forward(model, each, ids, attention_mask=mask)
+    go(cache, ((1, 1),) * LAYERS)
+    shape = cache.budget._shape(cache, None)
+    cache.budget._go(cache, shape._replace(gone=96), cache.budget.rungs, 400)
+    page, sink = plain.page_size, plain.sink_length
+    for layer, theirs, (order, gone, *_) in zip(cache.compressed_layers, own.compressed_layers, kept, strict=True):
+        stays = torch.ones(rows, theirs.heads, 300, dtype=torch.bool)
+        # A row is padded by half the pages and two tokens: it lets fewer go, so that none holds more than 204.
+        assert gone.tolist() == [96, 48][:rows]
+        assert layer.held().longest == 204
+        for row, head in itertools.product(range(rows), range(theirs.heads)):
+            left = order[row, head, : order.shape[2] - gone[row] // page].tolist()
+            assert left == sorted(left)
+            for block in set(range(order.shape[2])) - set(left):
+                stays[row, head, sink + block * page :][:page] = False
+        keep_tokens(theirs.held(), stays.flatten(0, 1))
+        theirs.evicted = True
+    mask = torch.cat([mask, mask[:, :1] * 0 + 1], 1)
+    ours, theirs = (forward(model, x, prompt(rows, 1), attention_mask=mask) for x in (cache, own))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    cache.integrity_check()
+
+
+def test_pages_are_scored_by_the_newest_queries(model):
+    """The softmax of all logits, summed by page; queries of padding do not count."""
+    cache, ids = MixedKVCache(model, memory="64MiB", evict="snapkv"), prompt(2, 90)
+    asked, mask = [], torch.ones(2, 90, dtype=torch.long)
+    mask[1, :40] = 0
+    attention = model.model.layers[0].self_attn
+    hook = attention.register_forward_pre_hook(lambda module, args, kwargs: asked.append(kwargs), with_kwargs=True)
+    forward(model, cache, ids, attention_mask=mask)
+    hook.remove()
+    go(cache, ((1, 1),) * LAYERS)
+    layer = cache.compressed_layers[0]
+    shown, keys = layer.queries.shown, layer.dense("keys")
+    x = attention.q_proj(asked[0]["hidden_states"]).unflatten(-1, (-1, keys.shape[3])).transpose(1, 2)
+    x, _ = apply_rotary_pos_emb(x, x, *asked[0]["position_embeddings"])
+    torch.testing.assert_close(shown, x[:, :, -64:])
+    logits = shown.unflatten(1, (keys.shape[1], -1)) @ keys[:, :, None].mT * attention.scaling
+    column = torch.arange(90)
+    first = torch.tensor([0, 40])[:, None]
+    seen = (column <= column[-64:, None]) & (column >= first)[:, None]
+    paid = logits.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1).nan_to_num(0)
+    paid = (paid * (column[-64:] >= first)[:, None, None, :, None]).sum((2, 3))
+    found, sink, page = page_scores(layer, layer.queries), layer.held().layout.sink, page_size(layer.held().state)
+    for row, start in enumerate((0, 40)):
+        for block in range(found.shape[2]):
+            own = paid[row, :, start + sink + block * page :][:, :page].sum(-1)
+            torch.testing.assert_close(found[row, :, block], own, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("taped")
+def test_captured_steps_keep_their_queries(model):
+    """Steps that are replayed from a tape, without the model's Python, and the same in Python."""
+    caches = [MixedKVCache(model, memory="64MiB", evict="snapkv", graphs=graphs) for graphs in (True, False)]
+    for cache in caches:
+        forward(model, cache, prompt(1, 90))
+        for token in prompt(1, 12)[0]:
+            forward(model, cache, token[None, None])
+    ours, theirs = ([layer.queries.shown for layer in cache.compressed_layers] for cache in caches)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("captured")
+def test_captured_steps_forget(shallow):
+    cache = forgetting(shallow)
+    before = cache.evicted
+    for _ in range(40):
+        assert forward(shallow, cache, prompt(1, 1)).isfinite().all()
+        assert held(cache) <= ROOM
+    assert cache.evicted > before
+    cache.integrity_check()
+
+
+def test_a_step_that_fails_while_it_forgets(shallow):
+    """Layers that have forgotten and others that have not yet: the next attempt finishes."""
+    model, cache = shallow, forgetting(shallow, graphs=False)
+    again = copy.deepcopy(cache)
+    rooms = [layer.buffer.room for layer in cache.compressed_layers]
+    before = [layer.gone for layer in cache.compressed_layers]
+    cache.budget.reserve(cache, 1)
+    again.budget.reserve(again, 1)
+    with FailAt() as counted:
+        cache.budget.reserve(cache, rooms[0] - cache.get_seq_length() + 1)
+    with pytest.raises(Fault), FailAt(int(0.8 * counted.count)):
+        again.budget.reserve(again, rooms[0] - again.get_seq_length() + 1)
+    assert {layer.gone for layer in again.compressed_layers} == {before[0], cache.evicted}
+    again.integrity_check()
+    again.budget.reserve(again, rooms[0] - again.get_seq_length() + 1)
+    assert same_bits(bits(cache), bits(again))
+    forward(model, again, prompt(1, 60))
+    again.integrity_check()
+
+
+def test_what_is_left_can_be_saved_copied_and_taken_back_a_little(shallow, tmp_path):
+    model, cache = shallow, forgetting(shallow, graphs=False)
+    cache.save(tmp_path / "cache.safetensors")
+    others = [
+        copy.deepcopy(cache),
+        MixedKVCache.load(tmp_path / "cache.safetensors", model, memory=cache.memory_limit, evict="snapkv"),
+        # Without a budget, it holds what it holds.
+        MixedKVCache.load(tmp_path / "cache.safetensors", model),
+    ]
+    expected = forward(model, cache, prompt(1, 1))
+    for other in others:
+        assert other.evicted == cache.evicted
+        torch.testing.assert_close(forward(model, other, prompt(1, 1)), expected, rtol=1e-4, atol=1e-4)
+    # A change of lengths copies windows, for which the budget has to have room.
+    cache.memory_limit = "64MiB"
+    cache.crop(-1)
+    before = bits(cache)
+    with pytest.raises(NotImplementedError, match="crop: cannot remove 200 tokens, since a trim has evicted"):
+        cache.crop(-200)
+    assert same_bits(before, bits(cache))
+    cache.reset()
+    assert cache.evicted == 0
+    forward(model, cache, prompt(1, 90))
+    cache.integrity_check()
 
 
 def bits(cache):
@@ -446,11 +642,17 @@ def test_bad_input(model):
         ({"memory": "1GiB", "order": "none.json"}, "order: none.json cannot be read"),
         *(({"memory": "1GiB", "order": x}, "order: got .*allowed .layer, side. pairs") for x in (5, [1], [(0,)], b"x")),
         ({"order": [(0, "keys")]}, "order: got one without memory="),
+        ({"memory": "1GiB", "evict": "h2o"}, "evict: got 'h2o', allowed 'snapkv', or None"),
+        ({"memory": "1GiB", "evict": True}, "evict: got True, allowed 'snapkv', or None"),
+        ({"evict": "snapkv"}, "evict: got 'snapkv' without memory="),
+        ({"memory": "1GiB", "evict": "snapkv", "max_cache_len": 99}, "evict: got 'snapkv' with max_cache_len"),
     ):
         with pytest.raises(ValueError, match=match):
             MixedKVCache(model, **options)
     with pytest.raises(ValueError, match=r"memory: not for .*, since layers have sliding windows"):
         MixedKVCache(build("mistral-sliding"), memory="1GiB")
+    with pytest.raises(ValueError, match="evict: got 'snapkv' for bloom, which adds a bias"):
+        MixedKVCache(BloomConfig(), memory="1GiB", evict="snapkv")
     with pytest.raises(ValueError, match="memory_limit: this cache was made without memory="):
         MixedKVCache(model).memory_limit = "1GiB"
 

@@ -284,6 +284,8 @@ def recorded_attention(new: StepKV, query: Tensor, arguments: AttentionArguments
     if buffer.sync.ready and (queries == 1 or several) and not unwatched:
         memory = buffer.tensor, buffer.pages
         keys, smoothing = new.keys, buffer.layer.smoothing
+        if buffer.queries is not None:
+            buffer.queries.note(query, keys.shape[2], arguments)
         if smoothing is not None:
             query, keys = smoothing.both(query, keys)
         return step(query, keys, new.values, mask, sinks, *memory, scaling, softcap, buffer.spec)

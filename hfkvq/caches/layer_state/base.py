@@ -59,6 +59,7 @@ class LayerBase(Protocol):
     padding: Padding | None
     uncommitted: bool
     evicted: bool
+    gone: int
     differentiated: bool
     defer: bool
     debug: bool

@@ -1,4 +1,4 @@
-"""Statistics of queries, by which some schemes weigh the channels of keys when they are sealed."""
+"""Queries of a layer: statistics, by which some schemes weigh channels of keys, and the newest as they are."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hfkvq.kernels import query_sums
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, sealed_count
 from hfkvq.kernels.step import MAX_STEP, observe
 
@@ -26,22 +27,50 @@ class QueryStatistics:
 
     Args:
         always: whether all queries count, since the row's first one; seals then change nothing.
+        window: newest queries that are kept as they are, for a cache with a budget that may forget tokens.
 
     Attributes:
         sums: f64 (B, H, D), sums of magnitudes; None before the first query.
         counts: i32 (H, B), queries in them, which each head counts for itself; None before the first query.
         newest: the same of a prompt's newest queries, f64 (B, H, n, D), 0 where there is padding, and which of them
             are real, bool (B, n); None when what is due of it has been sealed.
+        shown: (B, Hq, window, D), the newest queries, not smoothed, the newest last; 0 where there was none. Taken back
+            tokens leave theirs. Captured steps write to it, so that it stays where it is; None before the first query.
+        scaling: factor on the logits of the newest attention call.
+        softcap: of the same call, or 0.
     """
 
-    def __init__(self, always: bool = False) -> None:
-        self.always = always
+    def __init__(self, always: bool = False, window: int = 0) -> None:
+        self.always, self.window = always, window
+        self.scaling, self.softcap = 1.0, 0.0
+        self.shown: Tensor | None = None
         self.sums: Tensor | None = None
         self.counts: Tensor | None = None
         self.newest: tuple[Tensor, Tensor] | None = None
 
     def forget(self) -> None:
-        self.sums = self.counts = self.newest = None
+        self.sums = self.counts = self.newest = self.shown = None
+
+    @outside_inference_mode
+    def note(self, query: Tensor, tokens: int, arguments: AttentionArguments) -> None:
+        """Keeps the newest queries, if they are to be kept; a captured step does so, too.
+
+        Args:
+            query: (B, Hq, Q, D), after RoPE, not smoothed.
+            tokens: of the update that they belong to.
+        """
+        if not self.window or not tokens:
+            return
+        if query.shape[2] > tokens:
+            # A packed step: query heads of one token stand where tokens are expected (see `handle`).
+            query = query.flatten(1, 2)[:, :, None]
+        self.scaling, self.softcap = arguments.scaling, arguments.softcap
+        newest = query.detach()[:, :, -self.window :]
+        shape = (*query.shape[:2], self.window, query.shape[3])
+        if self.shown is None or self.shown.shape != shape:
+            self.shown = query.new_zeros(shape)
+        kept = self.shown[:, :, newest.shape[2] :]
+        self.shown.copy_(torch.cat([kept, newest], 2) if kept.shape[2] else newest)
 
     def observe(self, query: Tensor, tokens: int, heads: int, padding: Padding | None, waiting: int) -> None:
         """Adds queries.
@@ -100,14 +129,17 @@ class QueryStatistics:
         return torch.where(count > 0, self.sums / count.clamp(min=1), 1.0).float()
 
     def pack(self) -> Packed:
-        names = ("sums", "counts", "newest", "real")
-        held = zip(names, (self.sums, self.counts, *(self.newest or (None, None))), strict=True)
-        return {}, {name: tensor for name, tensor in held if tensor is not None}
+        names = ("sums", "counts", "shown", "newest", "real")
+        held = zip(names, (self.sums, self.counts, self.shown, *(self.newest or (None, None))), strict=True)
+        numbers = {} if self.shown is None else {"attention": [self.scaling, self.softcap]}
+        return numbers, {name: tensor for name, tensor in held if tensor is not None}
 
     @outside_inference_mode
     def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.sums, self.counts = tensors.get("sums"), tensors.get("counts")
         self.newest = (tensors["newest"], tensors["real"]) if "newest" in tensors else None
+        if self.window and "shown" in tensors:
+            self.shown, (self.scaling, self.softcap) = tensors["shown"], map(float, found["attention"])
 
     @outside_inference_mode
     def forget_sealed(self, store: KVStore, before: Tensor) -> None:
@@ -138,13 +170,19 @@ class QueryStatistics:
             self.sums, self.counts = self.sums[rows], self.counts[:, rows]
         if self.newest is not None:
             self.newest = self.newest[0][rows], self.newest[1][rows]
+        if self.shown is not None:
+            shown = self.shown[rows.to(self.shown.device)]
+            # Captured steps write to these: beams take turns in every step.
+            self.shown = self.shown.copy_(shown) if shown.shape == self.shown.shape else shown
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.sums, self.counts, *(self.newest or ())) if tensor is not None]
+        found = (self.sums, self.counts, self.shown, *(self.newest or ()))
+        return [tensor for tensor in found if tensor is not None]
 
     @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> QueryStatistics:
         """Independent tensors: steps add to them in place."""
         new = copy.copy(self)
-        new.sums, new.counts = (None if x is None else x.clone() for x in (self.sums, self.counts))
+        held = (self.sums, self.counts, self.shown)
+        new.sums, new.counts, new.shown = (None if x is None else x.clone() for x in held)
         return new

@@ -76,6 +76,7 @@ class KVLayer(CacheLayerMixin):
         new_columns: tokens of an update whose queries have not been shown yet.
         newest: tokens of the last update, until they are taken back or graphs have run on.
         evicted: whether tokens of the middle are gone, so that `dense` has zeros in their place.
+        gone: columns seen that pages have no room for any longer, since a budget in bytes has let their tokens go.
         differentiated: whether the last update's keys or values would have got a gradient; see `refuse_gradient`.
         record_past: whether the newest tokens stay unsealed, so that they can be taken back.
         latents: whether keys are latents and values their rotary parts, which a step attends to as they are.
@@ -138,6 +139,7 @@ class KVLayer(CacheLayerMixin):
         self.store: KVStore | None = None
         self.staged = None
         self.padding: Padding | None = None
+        self.gone = 0
         self.uncommitted = self.evicted = self.differentiated = self._keeps_logits = False
         self.smoothing: KeySmoothing | None = None
         # Shapes, dtypes and devices of the last update, if it was in order.
@@ -434,6 +436,8 @@ class KVLayer(CacheLayerMixin):
         """
         if arguments.softcap or arguments.sinks is not None:
             self._keep_logits()
+        if self.queries is not None:
+            self.queries.note(query, self.new_columns, arguments)
         out, pages = None if self.buffer is None else self.buffer.run(query, arguments), True
         if out is None:
             tokens, pages = self.staged_length, self.begin(padding_mask, query.shape[2])
@@ -479,7 +483,7 @@ class KVLayer(CacheLayerMixin):
         More than 16 queries only where tokens have been evicted: a few at a time, since steps' kernels take no more.
         """
         queries, mask, outs = query.shape[2], arguments.mask, []
-        if queries <= MAX_STEP or self.eviction is None:
+        if queries <= MAX_STEP or not self.evicted:
             return self.held().attend(self.smoothed_query(query), arguments)
         for first in range(0, queries, MAX_STEP):
             own = slice(first, min(first + MAX_STEP, queries))

@@ -149,7 +149,7 @@ def _layers(given: Mapping[str | int, Any], main: Scheme) -> tuple[tuple[str, Sc
     return tuple(pairs)
 
 
-_OPTIONS = ("memory", "order", "layers", "max_cache_len", "graphs", "headroom", "offloading", "attach", "debug")
+_OPTIONS = "memory order evict layers max_cache_len graphs headroom offloading attach debug".split()
 
 
 def checked_knobs(scheme: Any, given: dict[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def make_plan(
         # the last run.
         blocks = _blocks_ahead(store, new, room, before, layer.capacity is not None)
     else:
-        rest = max(room - store.layout.sink, 0)
+        rest = max(room - layer.gone - store.layout.sink, 0)
         blocks = tuple(
             max(-(-rest // keys.page_size), view.table.shape[1])
             for view, (keys, _) in zip(store.runs, store.format.runs, strict=True)
@@ -77,7 +77,7 @@ def make_plan(
         store.reserve_tail(hold)
     for side in SIDES:
         # Tails need no more slots than the buffer has columns. While nothing is there, nothing has to move.
-        slots = min(store.tail_limit[side], max(room - store.layout.sink, MAX_STEP))
+        slots = min(store.tail_limit[side], max(room - layer.gone - store.layout.sink, MAX_STEP))
         store.grow_tail(side, slots, store.longest == 0)
     keys, values = store.layout.keys, store.layout.values
     rule, query = sealing_rules(layer.scheme, store.layout, store.dims["keys"])

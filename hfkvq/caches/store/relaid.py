@@ -8,12 +8,12 @@ still stands if anything fails, and beside the two there is never more than `rel
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hfkvq.kernels.decode import LENGTH, RUNS, run_count
+from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count
 from hfkvq.kernels.hadamard import hadamard
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.quantize import dequantize_pages
@@ -45,34 +45,70 @@ def relaid_scratch(plan: StepPlan) -> int:
     return COPIES * 4 * plan.rows * plan.heads * max(plan.key_dim, plan.value_dim) * pages * page + 4096
 
 
+class Kept(NamedTuple):
+    """Pages of a store's only run that stay when others go, each KV head's own; see `hfkvq.caches.eviction.pages`.
+
+    Attributes:
+        pages: i64 (B, H, n), blocks of the row's table: those that stay, in order, and behind them those that go.
+        gone: i64 (B,), tokens of each row that go: whole pages, as many of each head.
+        states: rows that there may be then.
+        settled: column before which tokens cannot be taken back then.
+    """
+
+    pages: Tensor
+    gone: Tensor
+    states: frozenset[RowState]
+    settled: int
+
+
 class Reader:
     """Reads one side of a state, a few pages at a time, in the basis of another layout.
 
     Args:
         change: keys or values (B, H, m, D) from the old basis to the new; None leaves them bit for bit.
+        kept: pages that stay; others are passed over. None for all.
     """
 
-    def __init__(self, state: StoreState, side: Side, change: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(
+        self,
+        state: StoreState,
+        side: Side,
+        change: Callable[[Tensor], Tensor] | None,
+        kept: Kept | None = None,
+    ) -> None:
         self.side: Side = side
-        self.state, self.change, self.at = state, change, SIDES.index(side)
+        self.state, self.change, self.kept, self.at = state, change, kept, SIDES.index(side)
         self.view, self.fmt = state.runs[0], state.format.runs[0][self.at]
         self.parts = self.view.keys if side == "keys" else self.view.values
         self.tail, self.sealed = state.windows[2 + self.at], run_count(state.counters, 0, side)
+        self.gone = torch.zeros_like(self.sealed) if kept is None else kept.gone
+        self.sealed = self.sealed - self.gone
 
     def turned(self, x: Tensor) -> Tensor:
         return x if self.change is None or not x.numel() else self.change(x)
 
+    def raw(self, first: Tensor, count: int) -> list[Tensor]:
+        """Tensors of ``count`` pages of each row from block ``first`` (i64 (B,)) on, as bytes: (B * count, H, ...)."""
+        table, block = self.view.table, first[:, None] + torch.arange(count, device=first.device)
+        last = table.shape[1] - 1
+        if self.kept is None:
+            ids = table.gather(1, block.clamp(0, last)).flatten().long()
+            return [as_bytes(part)[ids] for part in self.parts]
+        heads, pages = self.tail.shape[1], self.kept.pages
+        own = pages.gather(2, block.clamp(0, pages.shape[2] - 1)[:, None].expand(-1, heads, -1)).clamp(max=last)
+        ids = table.long()[:, None].expand(-1, heads, -1).gather(2, own).transpose(1, 2).flatten(0, 1)
+        return [as_bytes(part)[ids, torch.arange(heads, device=first.device)] for part in self.parts]
+
     def pages(self, first: Tensor, count: int) -> Tensor:
         """Tokens of ``count`` pages of each row from block ``first`` (i64 (B,)) on: (B, H, count * G, D)."""
-        page, rows, table = self.fmt.page_size, self.state.batch, self.view.table
+        page, rows = self.fmt.page_size, self.state.batch
         token = first[:, None] * page + torch.arange(count * page, device=first.device)
         ring = self.tail.shape[2]
-        index = (token % ring)[:, None, :, None].expand(-1, self.tail.shape[1], -1, self.tail.shape[3])
+        slot = (token + self.gone[:, None]) % ring
+        index = slot[:, None, :, None].expand(-1, self.tail.shape[1], -1, self.tail.shape[3])
         found = self.tail.gather(2, index)
-        if table.shape[1]:
-            block = (first[:, None] + torch.arange(count, device=first.device)).clamp(0, table.shape[1] - 1)
-            ids = table.gather(1, block).flatten().long()
-            parts = [as_bytes(part)[ids].view(part.dtype) for part in self.parts]
+        if self.view.table.shape[1]:
+            parts = [x.view(part.dtype) for x, part in zip(self.raw(first, count), self.parts, strict=True)]
             dense = parts[0]
             if self.fmt.bits < 16:
                 dense = dequantize_pages(parts, self.fmt, self.side, self.tail.shape[3]).to(self.tail.dtype)
@@ -122,6 +158,7 @@ def relaid(
     changes: dict[Side, Callable[[Tensor], Tensor] | None],
     hold: int = 0,
     q_abs: Tensor | None = None,
+    kept: Kept | None = None,
 ) -> StoreState:
     """Tokens of a store in the tensors of ``buffer``, as ``new`` lays them out, without a transfer to the host.
 
@@ -131,16 +168,25 @@ def relaid(
         changes: of each side that is quantized anew, the change of its basis. Other sides keep their bits.
         hold: newest tokens that stay unsealed, beyond what the layout says.
         q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
+        kept: pages that stay; None for all.
     """
+    before = state
     form, sizes, sink = new.store, WindowSizes.of(new), new.sink
     counters, table = buffer.counters, buffer.runs[0].table
     counters.copy_(state.counters)
+    if kept is not None:
+        gone = kept.gone.int()
+        counters[START] += gone
+        # Of the length, and of what is sealed.
+        counters[LENGTH:] -= gone
+        dropped, settled = state.dropped + gone, max(state.settled, kept.settled)
+        state = state.replace(states=kept.states, dropped=dropped, settled=settled)
     table.copy_(torch.arange(table.numel(), dtype=torch.int32, device=table.device).view_as(table))
-    rest = (state.counters[LENGTH] - sink).clamp(min=0)
+    rest = (counters[LENGTH] - sink).clamp(min=0)
     longest, page = max(state.longest - sink, 0), form.runs[0][0].page_size
     states = list(state.states)
     for at, (side, own) in enumerate(zip(SIDES, (new.keys, new.values), strict=True)):
-        reader = Reader(state, side, changes.get(side))
+        reader = Reader(before, side, changes.get(side), kept)
         fmt, run = own.formats[0], buffer.runs[0]
         parts, local = (run.keys, run.values)[at], max(own.local, hold)
         chunk = pages_at_a_time(table.shape[1], page, max(tail.shape[2] for tail in buffer.windows[2:]))
@@ -164,10 +210,11 @@ def relaid(
         else:
             blocks = min(state.runs[0].table.shape[1], table.shape[1], -(-longest // page))
             for first in range(0, blocks, chunk):
-                span = slice(first, min(first + chunk, blocks))
-                target, source = (x[:, span].flatten().long() for x in (table, state.runs[0].table))
-                for part, held in zip(parts, reader.parts, strict=True):
-                    as_bytes(part)[target] = as_bytes(held)[source]
+                count = min(chunk, blocks - first)
+                target = table[:, first : first + count].flatten().long()
+                held = reader.raw(torch.full_like(rest, first, dtype=torch.long), count)
+                for part, own_pages in zip(parts, held, strict=True):
+                    as_bytes(part)[target] = own_pages
         if sink:
             buffer.windows[at].copy_(reader.turned(state.windows[at]))
         buffer.windows[2 + at].copy_(reader.window(buffer.windows[2 + at].shape[2], rest.long()))
