@@ -48,6 +48,7 @@ class Moment(NamedTuple):
         bytes: that are held: `MemoryReport.total` of the caches, and buffers that `use` keeps for the next call.
         mean_bits: an element of keys and values in compressed layers, every byte counted; NaN without tokens.
         bits: the same of each compressed layer; a server tells none.
+        forgotten: most of the tokens that caches with ``memory=`` and ``evict=`` have forgotten.
     """
 
     seconds: float
@@ -56,6 +57,7 @@ class Moment(NamedTuple):
     bytes: int
     mean_bits: float
     bits: tuple[float, ...] = ()
+    forgotten: int = 0
 
 
 def _sizes(tensors: Iterable[Any]) -> dict[int, int]:
@@ -71,10 +73,10 @@ def look(caches: Iterable[MixedKVCache], kept: Iterable[Tensor] = (), seconds: f
         kept: further tensors that are held.
         seconds: to note.
     """
-    others, paged, users, tokens = _sizes(kept), {}, 0, 0
+    others, paged, users, tokens, forgotten = _sizes(kept), {}, 0, 0, 0
     layers: dict[int, tuple[int, int]] = {}
     for cache in caches:
-        rows = seen = 0
+        rows = seen = gone = 0
         parts = [(i, part) for i, layer in enumerate(cache.layers) for part in getattr(layer, "parts", (layer,))]
         for number, part in parts:
             if not isinstance(part, KVLayer):
@@ -89,15 +91,15 @@ def look(caches: Iterable[MixedKVCache], kept: Iterable[Tensor] = (), seconds: f
             own = _sizes([*store.tensors(), *part.tensors(), *buffers, *(part._staged or ())])
             paged |= own
             rows, seen = part.batch_size, part.seen + (0 if sync is None or sync.stale else sync.ahead)
-            state = store.state
+            state, gone = store.state, max(gone, part.gone)
             size, count = layers.get(number, (0, 0))
             given = store.batch * state.heads * sum(state.dims.values()) * min(seen, part.window or seen)
             layers[number] = size + sum(own.values()), count + given
-        users, tokens = users + rows, tokens + rows * seen
+        users, tokens, forgotten = users + rows, tokens + rows * seen, forgotten + rows * gone
     bits = tuple(8 * size / count if count else math.nan for _, (size, count) in sorted(layers.items()))
     elements = sum(count for _, count in layers.values())
     mean = 8 * sum(paged.values()) / elements if elements else math.nan
-    return Moment(seconds, users, tokens, sum((others | paged).values()), mean, bits)
+    return Moment(seconds, users, tokens, sum((others | paged).values()), mean, bits, forgotten)
 
 
 def look_at_server(url: str, seconds: float = 0.0) -> Moment:
@@ -121,7 +123,8 @@ def look_at_server(url: str, seconds: float = 0.0) -> Moment:
 def line_of(now: Moment) -> str:
     """A moment in words."""
     bits = f", {now.mean_bits:.2f} bits" if now.tokens else ""
-    return f"{now.seconds:.0f} s: users {now.users}, tokens {now.tokens:,}, {format_bytes(now.bytes)}{bits}"
+    gone = f" ({now.forgotten:,} forgotten)" if now.forgotten else ""
+    return f"{now.seconds:.0f} s: users {now.users}, tokens {now.tokens:,}{gone}, {format_bytes(now.bytes)}{bits}"
 
 
 def picture_of(moments: Sequence[Moment], title: str) -> Table:
@@ -134,6 +137,8 @@ def picture_of(moments: Sequence[Moment], title: str) -> Table:
     by_layer = f"{_bars(known, 16)}  layers {min(known):.2f} to {max(known):.2f}" if known else ""
     view.add_row("users", f"{now.users:,}")
     view.add_row("tokens", f"{now.tokens:,}", f"{speed:,.0f} a second" if speed > 0 else "")
+    if now.forgotten:
+        view.add_row("forgotten", f"{now.forgotten:,}")
     view.add_row("bytes", format_bytes(now.bytes), _bars(held, max(held)))
     view.add_row("bits", f"{now.mean_bits:.2f}" if now.tokens else "", by_layer)
     return view
@@ -159,8 +164,8 @@ def watch(what: MixedKVCache | InUse | str, console: Console | None = None) -> I
         console: where to draw; None for standard output.
 
     Yields:
-        The moments so far, of the last hour, with ``seconds``, ``users``, ``tokens``, ``bytes``, ``mean_bits`` and
-        ``bits`` (of each compressed layer): rows for a plot.
+        The moments so far, of the last hour, with ``seconds``, ``users``, ``tokens``, ``bytes``, ``mean_bits``,
+        ``bits`` (of each compressed layer) and ``forgotten``: rows for a plot.
 
     Raises:
         ValueError: something else to watch.

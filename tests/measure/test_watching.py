@@ -95,6 +95,18 @@ def test_lines_without_a_terminal(quick):
     assert " bits" in lines[-1]
 
 
+def test_forgotten_tokens_are_told(quick):
+    model, told = build("llama"), io.StringIO()
+    cache = MixedKVCache(model, memory="64MiB", evict="snapkv")
+    model.generate(prompt(2, 40), past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert "forgotten" not in watching.line_of(look([cache]))
+    for layer in cache.compressed_layers:
+        layer.gone = 7
+    assert "tokens 82 (14 forgotten), " in watching.line_of(look([cache]))
+    Console(file=told).print(watching.picture_of([look([cache])], "budget"))
+    assert "forgotten  14" in told.getvalue()
+
+
 def test_a_layer_that_changes_is_looked_at_later(quick, monkeypatch):
     """The watch goes on, and so does what is watched."""
     looks, told = [], io.StringIO()
@@ -138,7 +150,7 @@ def server():
 
 def test_a_server(server, quick):
     for url in (server, f"{server}/v1", f"{server}/v1/"):
-        assert watching.look_at_server(url, 2.0) == (2.0, 3, 1200, 2048, 4.25, ())
+        assert watching.look_at_server(url, 2.0) == Moment(2.0, 3, 1200, 2048, 4.25)
     told = io.StringIO()
     with hfkvq.watch(server, Console(file=told, width=100)) as moments:
         assert len(moments) == 1

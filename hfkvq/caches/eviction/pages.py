@@ -66,13 +66,13 @@ def page_scores(layer: LayerBase, queries: QueryStatistics) -> Tensor:
         there = torch.arange(first, first + keys.shape[2], device=x.device)
         return x.masked_fill_(there > at[..., None], -torch.inf)
 
-    # As many at once as keys have channels: logits are then no larger than the keys.
+    # Logits of so many queries as keys have channels are no larger than the keys.
     most = query.shape[3]
     for asking, at in zip(query.split(most, 2), position.split(most, 2), strict=True):
         found = [logits(state.windows[0], asking, at, 0).logsumexp(-1, keepdim=True)] if sink else []
         for block in range(0, blocks, chunk):
             count = min(chunk, blocks - block)
-            keys = reader.pages(torch.full((rows,), block, device=state.device), count)
+            keys = reader.pages(length.new_full((rows,), block, dtype=torch.long), count)
             x = logits(keys, asking, at, sink + block * page)
             found.append(x.unflatten(-1, (count, page)).logsumexp(-1))
         paid = torch.cat(found, -1)

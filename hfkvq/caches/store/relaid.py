@@ -177,7 +177,7 @@ def relaid(
     if kept is not None:
         gone = kept.gone.int()
         counters[START] += gone
-        # Of the length, and of what is sealed.
+        # The length is followed by counts of what is sealed.
         counters[LENGTH:] -= gone
         dropped, settled = state.dropped + gone, max(state.settled, kept.settled)
         state = state.replace(states=kept.states, dropped=dropped, settled=settled)
