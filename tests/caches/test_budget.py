@@ -402,7 +402,7 @@ def test_logits_are_those_of_snapkv_with_the_same_tokens(model, rows, monkeypatc
             assert left == sorted(left)
             for block in set(range(order.shape[2])) - set(left):
                 stays[row, head, sink + block * page :][:page] = False
-        keep_tokens(theirs.held(), stays.flatten(0, 1))
+        keep_tokens(theirs.held(), stays.flatten(0, 1), 0, theirs.held().folded(theirs.queries.mean()))
         theirs.evicted = True
     mask = torch.cat([mask, mask[:, :1] * 0 + 1], 1)
     ours, theirs = (forward(model, x, prompt(rows, 1), attention_mask=mask) for x in (cache, own))
@@ -448,6 +448,20 @@ def test_captured_steps_keep_their_queries(model):
             forward(model, cache, token[None, None])
     ours, theirs = ([layer.queries.shown for layer in cache.compressed_layers] for cache in caches)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_prompt_in_chunks_and_steps_of_generate_forget(shallow):
+    cache = MixedKVCache(shallow, memory=ROOM, evict="snapkv")
+    ids = prompt(1, 640)
+    out = shallow.generate(ids, past_key_values=cache, prefill_chunk_size=64, max_new_tokens=8, do_sample=False)
+    assert out.shape == (1, 648)
+    assert cache.evicted > 100
+    # A second turn.
+    turn = torch.cat([out, prompt(1, 50)], 1)
+    out = shallow.generate(turn, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert cache.get_seq_length() == out.shape[1] - 1
+    cache.integrity_check()
 
 
 @pytest.mark.usefixtures("captured")

@@ -11,8 +11,8 @@ There are four routes from a token to the bytes of a page:
    their bits, others are quantized from what is stored of them. Tiers of a first prompt are assigned by one, for all
    layers together (`rows.joined`), since the host must not wait for the device within a prompt.
 4. A budget's step down. A side's tokens are dequantized a few pages at a time and sealed in another format, into a
-   buffer of its own (`relaid.relaid`), by `kvstore.write_pages`. Pages that stay when a budget forgets others are copied
-   as they are.
+   buffer of its own (`relaid.relaid`), by `kvstore.write_pages`. Where a budget forgets pages, the others are copied as
+   they are.
 
 Serving seals blocks of its own engine by the same two functions: `kvstore.write_pages`, where a prompt goes through a
 store, and else `kernels.seal_side`, which the former ends in, as steps do.
