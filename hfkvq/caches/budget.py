@@ -26,7 +26,7 @@ from hfkvq.kernels.step import MAX_STEP, Allocation, StepPlan, buffer_bytes, vie
 from hfkvq.sizes import parse_size
 
 from .base.capture import RECORDERS
-from .eviction.pages import kept_pages, page_size, pages_to_spare, score_bytes
+from .eviction.forgetting import kept_pages, page_size, pages_to_spare, score_bytes
 from .layer_state.base import ROLLBACK, unchanged_on_error
 from .layer_state.smoothing import KeySmoothing, measure, of_keys
 from .layers.layer import KVLayer
@@ -322,7 +322,8 @@ class Budget:
 
         Args:
             tokens: of a forward that comes.
-            extra: "windows" for a change of rows or lengths, which copies windows and pages that are not full.
+            extra: "windows" for a change of rows or lengths, which copies windows and pages that are not full; "cut"
+                for a first prompt of which those tokens are copied that have room.
         """
         schemes = self.schemes(rungs)
         held = [layer_bytes(scheme, shape, room) for scheme in schemes]
@@ -334,7 +335,8 @@ class Budget:
             # Pages are scored before there is another buffer.
             beside = max(beside, *(score_bytes(plan) for plan in plans))
         staged = shape.token * max(tokens, MAX_STEP)
-        copies = sum(window_bytes(scheme, shape, room) for scheme in schemes) if extra else 0
+        staged += shape.token * (room - shape.gone) if extra == "cut" else 0
+        copies = sum(window_bytes(scheme, shape, room) for scheme in schemes) if extra == "windows" else 0
         return sum(held) + small + max(staged, beside + scratch) + copies
 
     def choose(
@@ -373,11 +375,13 @@ class Budget:
             return shape._replace(gone=shape.gone + count * page)
 
         def fits(count: int) -> bool:
-            return self.peak(last, without(count), need, tokens, extra) + more <= self.limit
+            return (
+                self.peak(last, without(count), need, tokens, "cut" if need == tokens else extra) + more <= self.limit
+            )
 
         fewest = 1 + bisect_left(range(1, pages + 1), True, key=fits)
         if fewest <= pages:
-            ahead = min(pages - fewest, max(1, int(AHEAD * pages)))
+            ahead = min(pages - fewest, max(1, int(AHEAD * (pages - fewest))))
             return without(fewest + ahead), last, need + ahead * page
         least = self.peak(last, shape, rooms(True)[-1], tokens, extra) + more
         raise ValueError(
@@ -387,9 +391,12 @@ class Budget:
             "(prefill_chunk_size), or let a new cache forget tokens (evict='snapkv')."
         )
 
-    def _pages_to_spare(self, cache: Any, shape: Shape) -> tuple[int, int]:
+    def _pages_to_spare(self, cache: Any, shape: Shape, need: int = 0) -> tuple[int, int]:
         """Pages of each row that may be forgotten, in every layer, and tokens of a page."""
         found, page = [], 1
+        if self.evict is not None and not cache._sync.seen:
+            page = self.ladder[-1].layout(self.dim, self.dim).keys.formats[0].page_size
+            return max(need - self.sink - self.evict.window - page, 0) // page, page
         for layer in cache.compressed_layers:
             if self.evict is None or cache._sync.holes or layer.store is None:
                 # Columns have a meaning of their own where padding stands among tokens.
@@ -574,18 +581,23 @@ class Budget:
         """Chooses rungs and room of an empty cache, from the top of the ladder."""
         before, self.rungs = self.rungs, ((0, 0),) * self.layers
         try:
-            _, rungs, room = self.choose(shape, need, tokens, rooms)
+            spare = self._pages_to_spare(cache, shape, need)
+            shape, rungs, room = self.choose(shape, need, tokens, rooms, spare=spare)
         except ValueError:
             self.rungs = before
             raise
         self.rungs = rungs
+        cuts = None
+        if shape.gone and self.evict is not None:
+            self._warn(need)
+            cuts = get_scheme(self.evict, budget_tokens=need - shape.gone, sink_length=self.sink)
         for i, (layer, scheme) in enumerate(zip(cache.compressed_layers, self.schemes(), strict=True)):
             buffer = layer.buffer
             same = buffer.tensor is not None and buffer.plan == plan_of(scheme, shape, buffer.room)
             if not same or buffer.room < room or layer.scheme != scheme:
                 _drop(layer)
                 buffer.room = room
-            layer.scheme = scheme
+            layer.scheme, layer.gone, layer.cuts = scheme, shape.gone, cuts
             layer.smoothing = self._smoothing(cache, i, layer, scheme, None)
             layer.smooths_by_prompt = scheme.smooths_keys and layer.smoothing is None
             if layer.queries is not None:
@@ -597,13 +609,7 @@ class Budget:
         schemes = self.schemes(rungs)
         layers = list(enumerate(zip(cache.compressed_layers, schemes, strict=True)))
         if shape.gone and not any(layer.gone for layer in cache.compressed_layers):
-            logger.warning(
-                "memory: the narrowest pages of %d tokens do not fit in %s, so the cache begins to forget "
-                "(evict='snapkv'): the tokens that the newest queries attend to least are gone for good, and answers "
-                "that need them will be wrong. Give it more memory, or leave evict= out to get an error.",
-                cache._sync.seen,
-                format_bytes(self.limit),
-            )
+            self._warn(cache._sync.seen)
 
         def growth(each: tuple[int, tuple[KVLayer, Scheme]]) -> int:
             _, (layer, scheme) = each
@@ -620,6 +626,16 @@ class Budget:
             # Should a layer fail, each is where it was or where it was to go.
             self.adopt([layer.scheme for layer in cache.compressed_layers])
             self._tell(cache)
+
+    def _warn(self, tokens: int) -> None:
+        """Says that a cache begins to forget."""
+        logger.warning(
+            "memory: the narrowest pages of more than %d tokens do not fit in %s, so the cache begins to forget "
+            "(evict='snapkv'): the tokens that the newest queries attend to least are gone for good, and answers that "
+            "need them will be wrong. Give it more memory, or leave evict= out to get an error.",
+            tokens - 1,
+            format_bytes(self.limit),
+        )
 
     def _tell(self, cache: Any) -> None:
         """Tells the cache of its layers' schemes; kernels of other formats are compiled, and steps run once first."""

@@ -108,8 +108,9 @@ class MixedKVCache(Cache):
         order: with ``memory``, the order in which layers go down: (layer, "keys" or "values") pairs, or a file that
             `hfkvq.tuning.save_order` wrote. None goes by depth.
         evict: with ``memory``, ``"snapkv"`` lets the cache forget tokens where all layers have gone down and the next
-            ones do not fit: in each KV head whole pages, those that the newest 64 queries attend to least; never the
-            sink, or the newest 64 tokens. A warning says so when the first token goes. None raises an error then.
+            ones do not fit: in each KV head whole pages, those that the newest 64 queries attend to least, or of a
+            first prompt such tokens; never the sink, or the newest 64 tokens. A warning says so when the first token
+            goes. None raises an error then.
         layers: schemes of single layers, ``{"0-1": "full", "-1": {"boost_ratio": 0.5}}``: a name, a `Scheme`, or
             options of the main scheme, by layers of the decoder (ranges include both ends). Layers that are not
             compressed anyway stay as they are.

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hfkvq import MixedKVCache
 from hfkvq.caches import budget
-from hfkvq.caches.eviction.pages import kept_pages, page_scores, page_size
+from hfkvq.caches.eviction.forgetting import kept_pages, page_scores, page_size
 from hfkvq.caches.layers.layer import KVLayer
 from hfkvq.caches.layers.memory import held_bytes
 from hfkvq.caches.schemes.sides import Sides
@@ -216,7 +216,7 @@ class History:
     def prompt(self):
         if self.seen:
             return self.feed(self.random.choice([17, 40, 90, 180]))
-        tokens, mask = self.random.choice([1, 5, 30, 90, 90 if "evict" in self.options else 200]), None
+        tokens, mask = self.random.choice([1, 5, 30, 90, 200]), None
         if self.rows > 1 and self.random.random() < 0.5:
             mask = torch.ones(self.rows, tokens, dtype=torch.long)
             mask[0, : tokens // 3] = 0
@@ -408,6 +408,36 @@ def test_logits_are_those_of_snapkv_with_the_same_tokens(model, rows, monkeypatc
     ours, theirs = (forward(model, x, prompt(rows, 1), attention_mask=mask) for x in (cache, own))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     cache.integrity_check()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_first_prompt_that_does_not_fit_is_cut_as_snapkv_cuts_it(shallow, rows, monkeypatch, caplog):
+    # A prompt of two layers in float32 that fits before it is quantized does so all the more afterwards.
+    monkeypatch.setattr(budget, "LADDER", (small("full"),))
+    ids, mask = prompt(rows, 900), torch.ones(rows, 900, dtype=torch.long)
+    mask[1:, :250] = 0
+    limit = rows * 1_200_000
+    cache = MixedKVCache(shallow, memory=limit, evict="snapkv", graphs=False)
+    with watched(cache, monkeypatch):
+        ours = [forward(shallow, cache, ids, attention_mask=mask)]
+        assert "begins to forget" in caplog.text
+        kept = 900 - cache.evicted
+        assert 300 < kept < 650
+        assert {layer.held().longest for layer in cache.compressed_layers} == {kept}
+        cache.integrity_check()
+        own = MixedKVCache(shallow, SnapKV(pages=small("full"), budget_tokens=kept))
+        theirs = [forward(shallow, own, ids, attention_mask=mask)]
+        for _ in range(2):
+            mask = torch.cat([mask, mask[:, -1:]], 1)
+            for found, each in ((ours, cache), (theirs, own)):
+                found.append(forward(shallow, each, prompt(rows, 1), attention_mask=mask))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        # It goes on, and forgets pages then.
+        while cache.evicted == 900 - kept:
+            mask = torch.cat([mask, torch.ones(rows, 150, dtype=torch.long)], 1)
+            assert forward(shallow, cache, prompt(rows, 150), attention_mask=mask).isfinite().all()
+            assert held(cache) <= limit
+            cache.integrity_check()
 
 
 def test_pages_are_scored_by_the_newest_queries(model):

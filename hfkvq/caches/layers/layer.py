@@ -18,6 +18,7 @@ from hfkvq.kernels.pages import Side
 from ..base import outside_inference_mode
 from ..base.recorded import is_captured, is_recorded
 from ..eviction.evictor import Eviction
+from ..eviction.forgetting import cut_prompt
 from ..eviction.tier_evictor import TierEvictor
 from ..eviction.token_evictor import TokenEvictor
 from ..layer_state.base import ROLLBACK
@@ -27,6 +28,7 @@ from ..layer_state.tags import TokenTags
 from ..layer_state.update import PaddingReader, check_update, is_allocated_for
 from ..schemes.base import Scheme, latent_layout
 from ..schemes.eviction import TieredEviction
+from ..schemes.snapkv import SnapKV
 from ..steps.step_buffer import StepBuffer
 from ..store import MAX_STEP, KVStore, Padding
 from ..store.accounting import contradictions
@@ -77,6 +79,7 @@ class KVLayer(CacheLayerMixin):
         newest: tokens of the last update, until they are taken back or graphs have run on.
         evicted: whether tokens of the middle are gone, so that `dense` has zeros in their place.
         gone: columns seen that pages have no room for any longer, since a budget in bytes has let their tokens go.
+        cuts: scheme by which a first prompt is cut that does not fit into a budget in bytes; None where it fits.
         differentiated: whether the last update's keys or values would have got a gradient; see `refuse_gradient`.
         record_past: whether the newest tokens stay unsealed, so that they can be taken back.
         latents: whether keys are latents and values their rotary parts, which a step attends to as they are.
@@ -108,6 +111,7 @@ class KVLayer(CacheLayerMixin):
     latents: bool = False
     holds_latents = smooths_by_prompt = False
     own_attention = ""
+    cuts: SnapKV | None
 
     def __init__(
         self,
@@ -139,7 +143,7 @@ class KVLayer(CacheLayerMixin):
         self.store: KVStore | None = None
         self.staged = None
         self.padding: Padding | None = None
-        self.gone = 0
+        self.gone, self.cuts = 0, None
         self.uncommitted = self.evicted = self.differentiated = self._keeps_logits = False
         self.smoothing: KeySmoothing | None = None
         # Shapes, dtypes and devices of the last update, if it was in order.
@@ -510,6 +514,9 @@ class KVLayer(CacheLayerMixin):
             waiting = keys.local + keys.unit + self.hold
             self.queries.observe(query, self.new_columns, self.heads, self.padding, waiting)
         self.new_columns = 0
+        if self.cuts is not None:
+            cut_prompt(self, self.cuts, query, arguments)
+            self.cuts = None
         if not self.defer:
             self.settle()
 

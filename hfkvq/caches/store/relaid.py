@@ -46,7 +46,7 @@ def relaid_scratch(plan: StepPlan) -> int:
 
 
 class Kept(NamedTuple):
-    """Pages of a store's only run that stay when others go, each KV head's own; see `hfkvq.caches.eviction.pages`.
+    """Pages of a store's only run that stay when others go, each KV head's own; see `hfkvq.caches.eviction.forgetting`.
 
     Attributes:
         pages: i64 (B, H, n), blocks of the row's table: those that stay, in order, and behind them those that go.

@@ -1,7 +1,7 @@
-"""Whole pages of a layer that stay or go, each KV head's own: how a cache with a budget in bytes forgets tokens.
+"""Tokens that a cache with a budget in bytes forgets: whole pages of a layer, and tokens of a first prompt.
 
-Pages that stay keep their bits, in order: nothing is quantized once more, however often a cache forgets. Each head of a
-row lets as many pages go, so that the layer's layout stays what it is.
+Pages that stay keep their bits, in order: nothing is quantized once more, however often a cache forgets. Each KV head
+chooses for itself, and each of a row lets as many go, so that the layer's layout stays what it is.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, run_count
 from hfkvq.kernels.hadamard import hadamard
 from hfkvq.kernels.step import StepPlan
 
 from ..layer_state.base import LayerBase
 from ..layer_state.query_statistics import QueryStatistics
+from ..schemes.snapkv import SnapKV
 from ..store import StoreState
 from ..store.relaid import Kept, Reader, pages_at_a_time
 from ..store.row_lengths import RowState
+from .evictor import choose
 
 
 def page_size(state: StoreState) -> int:
@@ -106,3 +109,39 @@ def kept_pages(layer: LayerBase, queries: QueryStatistics, most: int, newest: in
         states.add(RowState(*(tokens - gone for tokens in row)))
         settled = max(settled, layer.seen - row.length + sink + pages_to_spare(row, state, newest) * page)
     return Kept(goes.to(torch.int8).argsort(dim=-1, stable=True), go * page, frozenset(states), settled)
+
+
+def cut_prompt(layer: LayerBase, scheme: SnapKV, query: Tensor, arguments: AttentionArguments) -> None:
+    """Lets the best tokens of a staged first prompt join the store, as SnapKV has it, and no others.
+
+    Args:
+        layer: empty but for what is staged.
+        query: (B, Hq, Q, D), smoothed as the staged keys are.
+
+    Raises:
+        ValueError: padding stands among tokens. This layer is unchanged then, but the forward has begun.
+    """
+    if layer.padding is not None and layer.padding.source is not None:
+        raise ValueError(
+            "evict: got padding within rows, where no token can be forgotten; pad on the left, or pass the prompt in "
+            "chunks. Call reset() before this cache is used again."
+        )
+    assert layer.staged is not None, "a first prompt waits until its attention is done"
+    arguments = arguments.biased()
+    if arguments.mask is not None and arguments.mask.shape[2] > scheme.window:
+        arguments = arguments._replace(mask=arguments.mask[:, :, -scheme.window :])
+    newest, store, before = query[:, :, -scheme.window :], layer.held(), (layer.staged, layer.padding)
+    choice = choose(scheme, 0, 1, newest, *layer.staged, arguments, hold=layer.hold, padding=layer.padding)
+    if choice is None:
+        # Rows are so much shorter than the prompt that all of them fit.
+        return
+    layer.staged, layer.padding = (choice.keys, choice.values), choice.padding
+    try:
+        layer.store_staged()
+    except BaseException:
+        layer.staged, layer.padding = before
+        raise
+    store.note_evicted(choice.shorter, choice.evicted, layer.seen - max(scheme.window, layer.hold))
+    layer.evicted = True
+    layer.edition += 1
+    layer.bind()
