@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import random
 import sys
@@ -32,6 +33,10 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.enable()
+    # pytest gives its handlers to each logger that does not propagate, six times a test; PyTorch has some fifty.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.partition(".")[0] == "torch":
+            logger.propagate = True
 
 
 @pytest.hookimpl(wrapper=True)

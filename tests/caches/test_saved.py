@@ -117,7 +117,17 @@ TAKING_BACK = ["full", "saw-int4", "kitty-pro", "kivi-2", "kvarn"]
 LAYOUTS = [*TAKING_BACK, "best-3.4", "mixkvq", "arkv", "snapkv", "streaming-llm"]
 
 
-@pytest.mark.parametrize(("name", "length"), [*((name, None) for name in LAYOUTS), ("kitty-pro", 150), ("arkv", 150)])
+# These are like others, with further options.
+ALIKE = ("kivi-2", "streaming-llm", "best-3.4")
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        *(pytest.param(name, None, marks=[pytest.mark.slow] * (name in ALIKE)) for name in LAYOUTS),
+        *(("kitty-pro", 150), ("arkv", 150)),
+    ],
+)
 def test_files_of_the_same_cache_are_equal(name, length, tmp_path, monkeypatch):
     """Whatever was in memory where no token stands, tokens that were taken back included."""
     model, ids, found = build("llama"), prompt(2, 100), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -204,9 +205,13 @@ def test_calibrate_measures_each_tag_in_each_request():
 # The commands, on the reference model.
 
 
-def test_calibrate_then_allocate(tmp_path):
+def test_calibrate_then_allocate(tmp_path, monkeypatch):
     from hfkvq import TriAxialCache
+    from hfkvq.measure.demo import prompts
     from hfkvq.measure.reference import load_reference, tools
+
+    # CPUs take several times as long in the checkpoint's bf16.
+    monkeypatch.setattr(prompts, "load", functools.partial(prompts.load, dtype=torch.float32))
 
     data, found, table = (tmp_path / name for name in ("data.jsonl", "s.json", "table.json"))
     with data.open("w") as file:
