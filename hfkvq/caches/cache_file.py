@@ -322,7 +322,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def path_of(folder: Path, name: str) -> Path:
-    """Header of a file."""
+    """Path of a file."""
     return folder / f"{name}{SUFFIX}"
 
 
@@ -344,17 +344,10 @@ def read(path: Path, device: torch.device = CPU) -> tuple[Any, dict[str, Tensor]
     Raises:
         Missing: it is not there, or was damaged; then it is removed, and a warning says so.
     """
-    with _or_missing(path):
+    try:
         description, tensors = read_file(path, device)
         if description.get("name") != path.name:
             raise ValueError(f"path: {path} was another file ({description.get('name')}).")
-    return description, tensors
-
-
-@contextlib.contextmanager
-def _or_missing(path: Path) -> Iterator[None]:
-    try:
-        yield
     except FileNotFoundError:
         raise Missing from None
     except ValueError as error:
@@ -364,6 +357,7 @@ def _or_missing(path: Path) -> Iterator[None]:
         else:
             discard(path, error)
         raise Missing from None
+    return description, tensors
 
 
 def discard(path: Path, why: Exception | str) -> None:

@@ -75,8 +75,8 @@ def layer_plan(scheme: Scheme, shape: LayerShape, dtype: torch.dtype, several: b
     """Kind of a layer at a fixed capacity: all that its kernels depend on, whatever its rows and capacity.
 
     Args:
-        scheme: of the layer; a window may take 16-bit pages instead, see
-        `hfkvq.caches.layers.build.scheme_for_window`. shape: of the layer.
+        scheme: of the layer; a window may take 16-bit pages instead, see `scheme_for_window`.
+        shape: of the layer.
         several: whether steps may have several tokens, which may be taken back.
 
     Raises:

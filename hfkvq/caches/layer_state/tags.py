@@ -278,20 +278,16 @@ class TokenTags:
         record = self.record
         return record is None or layer.seen - max(layer.held().forecast().tail_slots) < record.tagged
 
-    def renewed(self, layer: LayerBase) -> Tensor | None:
-        """Tags that the prompt about to come has renewed, by which tokens may get fewer bits: u8 (B, n), or None."""
-        record = self.record
-        if layer.store is None or record is None or "turns" not in layer.scheme.needs:
-            return None
-        return record.tags_on(layer.store.device) if layer.seen and record.renewed == layer.seen else None
-
     def requantize(self, layer: LayerBase) -> None:
         """Gives tokens fewer bits if the prompt that is about to come has made them older, and the scheme wants it."""
-        tags = self.renewed(layer)
+        store, record = layer.store, self.record
+        if store is None or record is None or "turns" not in layer.scheme.needs:
+            return
+        tags = record.tags_on(store.device) if layer.seen and record.renewed == layer.seen else None
         if tags is None:
             return
         layer.close()
-        if requantize_by_tags(layer.held(), tags):
+        if requantize_by_tags(store, tags):
             layer.bind()
 
     def tensors(self) -> list[Tensor]:
