@@ -240,16 +240,18 @@ CHOSEN = [
     turns=2,
     over=("spec", "choose"),
 )
-@pytest.mark.parametrize(("choose", "weigh"), [("k_abs", False), ("k_abs", True), ("error", True)])
+@pytest.mark.parametrize(("choose", "weigh"), [("k_abs", False), ("k_abs", True), ("error", True), ("random:7", False)])
 @pytest.mark.parametrize(("spec", "head_dim"), CHOSEN)
 def test_chosen_channels_are_those_of_the_rule(backend, spec, head_dim, choose, weigh):
-    """The pages are those that the rule's widths give."""
+    """The pages are those that the rule's widths give; at random by the place of a page in its row, not in the call."""
     fmt = PageFormat.parse(spec)
     parts, table, count, new, source, index, _ = arguments(spec, "keys", head_dim, torch.float32)
     source *= torch.rand(head_dim).mul(2).exp()
     q_abs = torch.rand(ROWS, HEADS, head_dim) if weigh else None
     columns = index.clamp(max=source.shape[2] - 1).long()[:, None, :, None].expand(-1, HEADS, -1, head_dim)
-    widths = channel_widths(source.gather(2, columns).unflatten(2, (-1, fmt.page_size)), fmt, choose, q_abs)
+    pages = source.gather(2, columns).unflatten(2, (-1, fmt.page_size))
+    place = count[:, None] // fmt.page_size + torch.arange(pages.shape[2])
+    widths = channel_widths(pages, fmt, choose, q_abs, place)
     for width, room in fmt.raised:
         assert ((widths == width).sum(-1) == room).all()
     expected = by_reference(parts, (table, count, new, source, index, widths), spec, "keys")
@@ -270,21 +272,6 @@ def test_ties_and_bad_channels_when_choosing(backend):
     got = run(backend, parts, (zero, zero[0], zero[0] + 16, x, index, None), fmt.spec, "keys", "k_abs")
     found = dict(zip(fmt.names, got, strict=True))["high_index"][0, 0].tolist()
     assert found == [0, 1, 3, 4, 5, 6, 40, 50]
-
-
-@pytest.mark.parametrize(("spec", "head_dim"), [("2c32p32+4x8", 64), ("2c24p24+4x8", 64)])
-def test_channels_at_random(backend, spec, head_dim):
-    """By the place of a page in its row, which is not that in the call."""
-    fmt = PageFormat.parse(spec)
-    parts, table, count, new, source, index, _ = arguments(spec, "keys", head_dim, torch.float32)
-    columns = index.clamp(max=source.shape[2] - 1).long()[:, None, :, None].expand(-1, HEADS, -1, head_dim)
-    pages = source.gather(2, columns).unflatten(2, (-1, fmt.page_size))
-    place = count[:, None] // fmt.page_size + torch.arange(pages.shape[2])
-    widths = channel_widths(pages, fmt, "random:7", None, place)
-    expected = by_reference(parts, (table, count, new, source, index, widths), spec, "keys")
-    got = run(backend, parts, (table, count, new, source, index, None), spec, "keys", "random:7")
-    for name, a, b in zip(fmt.names, got, expected, strict=True):
-        assert same(a, b), name
 
 
 def test_rules_that_do_not_go():
