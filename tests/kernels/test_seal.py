@@ -236,7 +236,7 @@ CHOSEN = [
 
 
 @pytest.mark.interpreted(
-    *("2c32p32+4x8", "4c32p32+16x8", "2c16p16+4x24", "2c32p32n+4x8+16x8", "2c32p64f4+4x8"),
+    *("2c32p32+4x8", "4c32p32+16x8", "2c16p16+4x24", "2c32p32n+4x8+16x8", "2c32p64f4+4x8", "2c24p24+4x8"),
     turns=2,
     over=("spec", "choose"),
 )
