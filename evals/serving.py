@@ -13,11 +13,12 @@ request and how many users there are; "all" is more than any cache holds. Kinds:
 
 Users are met in the middle: the first request of each has a random part of its answer behind it, as a prompt. So work
 is from the beginning what it is after hours. Counting begins when all users are served or no more can be, and goes on
-for --seconds. Written are, for every scheme ("none" is the engine as it is): new tokens per second, the time between
-two tokens of a request, the time to the first token of those that asked then, the most requests at a time and the bits
-per element that they held at the end, and the attention: the engine takes FlashAttention where there is one. All caches
-have as many bytes; those of schemes that keep tokens in 16 bits include windows for as many requests of the kind's mean
-length as there is room for. A row is written to --json when it is done, and none begins after --budget seconds.
+for --seconds. Written are, for every scheme ("none" is the engine as it is, "memory" a budget that steps down): new
+tokens per second, the time between two tokens of a request, the time to the first token of those that asked then, the
+most requests at a time and the bits per element that they held at the end, and the attention: the engine takes
+FlashAttention where there is one. All caches have as many bytes; those of schemes that keep tokens in 16 bits include
+windows for as many requests of the kind's mean length as there is room for. A row is written to --json when it is done,
+and none begins after --budget seconds.
 
 `evals/docs.py --write` draws results/serving.png and writes the tables of docs/serving.md.
 """
@@ -213,7 +214,13 @@ def engine(model: Any, scheme: str, kinds: list[Kind], users: int, args: argpars
     if stock:
         settings.max_requests_per_batch = users
         settings.max_blocks_per_request = -(-max(kind.most for kind in kinds) // settings.page_size) + 1
-    own = contextlib.nullcontext() if stock else serving.enable(model, scheme, requests=None, request_tokens=typical)
+    if scheme == "memory":
+        text = model.config.get_text_config()
+        token = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * model.dtype.itemsize
+        settings.num_blocks = None
+        own: Any = serving.enable(model, memory=args.blocks * settings.page_size * token, request_tokens=typical)
+    else:
+        own = contextlib.nullcontext() if stock else serving.enable(model, scheme, request_tokens=typical)
     with own as handle:
         if handle is not None and not handle.windowed:
             settings.max_requests_per_batch = users

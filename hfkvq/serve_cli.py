@@ -24,6 +24,9 @@ from hfkvq.terminal import (
 
 app = typer.Typer()
 
+DEFAULT = "best-4.3"
+"""The preset where the user names none."""
+
 VLLM_REQUESTS = 256
 """Requests at a time in vLLM, where the user does not say: its own default has too many for windows in 16 bits."""
 
@@ -39,8 +42,19 @@ class Engine(str, Enum):
 def serve(
     model: ChatModel = None,
     scheme: Annotated[
-        str, typer.Option(help="Preset, e.g. best-4.3 or saw-int4 (which shares prefixes), also with options.")
-    ] = "best-4.3",
+        str | None,
+        typer.Option(
+            help=r"Preset, e.g. saw-int4 (which shares prefixes), also with options. \[default: best-4.3]",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most memory of the cache, e.g. 6GiB, in place of a preset: 16 bits while there is room; where a "
+            "request would have to wait, all go down to 4 bits, then to 2.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     num_blocks: Annotated[
@@ -69,6 +83,7 @@ def serve(
     """
     if engine is Engine.vllm:
         refused = {
+            "--memory": memory,
             "--num-blocks": num_blocks,
             "--request-tokens": request_tokens,
             "--max-memory-percent": max_memory_percent,
@@ -81,7 +96,11 @@ def serve(
                 )
         requests = VLLM_REQUESTS if max_requests is None else max_requests
         given = {"max-num-seqs": requests, "max-num-batched-tokens": max_batch_tokens, "dtype": dtype.value}
-        become_vllm(model, scheme, {"host": host, "port": port, **given})
+        become_vllm(model, DEFAULT if scheme is None else scheme, {"host": host, "port": port, **given})
+    beside = {"--scheme": scheme, "--num-blocks": num_blocks, "--max-memory-percent": max_memory_percent}
+    for name, value in beside.items() if memory is not None else ():
+        if value is not None:
+            fail(f"--memory: got {memory} together with {name} {value}, allowed one of them; leave one out.")
     import torch
 
     from hfkvq.caches.schemes.preset import get_preset
@@ -89,7 +108,7 @@ def serve(
 
     where = pick_device(device)
     kind = None if dtype is DType.auto else getattr(torch, dtype.value)
-    found, preset = find_model(model), get_preset(scheme)
+    found, preset = find_model(model), get_preset(DEFAULT if scheme is None else scheme)
     if preset.layers:
         raise ValueError(f"scheme: got {scheme!r}, whose layers differ; allowed one scheme for all layers.")
     options = {
@@ -104,15 +123,17 @@ def serve(
     try:
         from hfkvq.serving.server import Server
 
+        own = preset.scheme if memory is None else None
         server = Server(
-            found, name, preset.scheme, where, kind, host=host, port=port, requests=max_requests,
-            request_tokens=request_tokens, **options,
+            found, name, own, where, kind, host=host, port=port, requests=max_requests, request_tokens=request_tokens,
+            memory=memory, **options,
         )  # fmt: skip
     except ImportError as error:
         fail(f"serve: {error}; it needs Transformers 5.19 or newer and pip install 'hfkvq[serve]'.")
     except (OSError, ValueError) as error:
         fail(error)
-    make_console().print(f"{name} at {server.url} with {scheme}. Ctrl-C ends it.", highlight=False)
+    pages = scheme or (DEFAULT if memory is None else f"{memory} of memory")
+    make_console().print(f"{name} at {server.url} with {pages}. Ctrl-C ends it.", highlight=False)
     try:
         server.wait()
     except KeyboardInterrupt:

@@ -46,6 +46,7 @@ WRONG: dict[str, list[str]] = {
     "device": ["abc", "", "cpu:x", "cuda:99", "cuda:x", "gpu", "meta"],
     "gpu": ["abc", "sm_1", "", "90a"],
     "gpu_memory": SIZES,
+    "memory": SIZES,
     "overhead": SIZES[:3],
     "dataset": ["", "{missing}", "{empty}.json"],
     "part": ["", "nosuch"],

@@ -33,9 +33,12 @@ from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.attention.interface import register
 from hfkvq.caches.base.model_config import attention_shape, text_config
 from hfkvq.caches.layer_state.smoothing import KeySmoothing, measure, warn_of_noise
+from hfkvq.caches.layers.memory import format_bytes
+from hfkvq.sizes import parse_size
 
+from .ladder import LadderPages, Shape, ladder
 from .pages import CompressedPages, has_windows, refusal
-from .slots import USUAL_TOKENS, of_schemes
+from .slots import MOST_SLOTS, USUAL_TOKENS, of_schemes
 from .windows import WindowedPages
 
 ATTENTION = "hfkvq_flash"
@@ -85,6 +88,62 @@ def check(config: PreTrainedConfig, scheme: Scheme) -> None:
         )
 
 
+def chosen(
+    scheme: str | Scheme | None, memory: Any, knobs: dict[str, Any] | None = None
+) -> tuple[tuple[Scheme, ...], int | None]:
+    """Schemes that requests step down by, and bytes of the budget; one scheme and None without a budget.
+
+    Raises:
+        ValueError: an unknown scheme or knob; no size; a scheme or knobs beside a budget.
+    """
+    if memory is None:
+        return (get_scheme("best-4.3" if scheme is None else scheme, **knobs or {}),), None
+    if isinstance(memory, bool) or not isinstance(memory, (int, str)):
+        raise ValueError(f"memory: got {memory!r}, allowed bytes or a size like '6GiB'.")
+    if scheme is not None or knobs:
+        raise ValueError(
+            f"memory: got {memory!r} together with "
+            f"{', '.join(knobs or ()) if scheme is None else f'scheme {scheme!r}'}, allowed one of them, since the "
+            "budget chooses the pages; leave one out."
+        )
+    return ladder(), parse_size(memory, "memory")
+
+
+def usual_tokens(config: PreTrainedConfig, tokens: int | None) -> int:
+    """Tokens of a usual request: those asked for, or `USUAL_TOKENS`, but no more than a model has positions."""
+    return min(tokens or USUAL_TOKENS, getattr(text_config(config), "max_position_embeddings", None) or USUAL_TOKENS)
+
+
+def check_memory(
+    config: PreTrainedConfig,
+    rungs: tuple[Scheme, ...],
+    memory: int,
+    dtype: torch.dtype,
+    requests: int | None = None,
+    tokens: int | None = None,
+    ranks: int = 1,
+) -> None:
+    """Raises ValueError if a budget has no place for a usual request; of a model that is split, each rank has one."""
+    shape = attention_shape(config)
+    assert shape is not None, "see `check`"
+    schemes = tuple(schemes_of(config, scheme) for scheme in rungs)
+    heads, usual = max(1, shape[1] // ranks), usual_tokens(config, tokens)
+    Shape(schemes, heads, shape[2], dtype, requests or MOST_SLOTS, usual).checked(memory)
+
+
+def check_free(memory: int, device: torch.device) -> None:
+    """Raises ValueError if a GPU has less memory free than a budget."""
+    if device.type != "cuda":
+        return
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if memory > free:
+        raise ValueError(
+            f"memory: got {format_bytes(memory)}, allowed {format_bytes(free)}, which {device} has free beside the "
+            "weights, and what attention computes needs some of it; give less."
+        )
+
+
 def refusal_of_request(input_ids: Sequence[int], new: int | None, room: int) -> ValueError | None:
     """Why no engine with blocks for ``room`` tokens could ever answer a request, if it could not."""
     if not len(input_ids):
@@ -93,7 +152,7 @@ def refusal_of_request(input_ids: Sequence[int], new: int | None, room: int) -> 
     if len(input_ids) + (new or 1) > room:
         return ValueError(
             f"request: got {len(input_ids)} tokens and {new} new ones, allowed {room} together, since all blocks hold "
-            "no more; shorten it, or give the engine more num_blocks."
+            "no more; shorten it, or give the engine more num_blocks, or memory."
         )
     return None
 
@@ -157,15 +216,18 @@ def _handed_on(
 
 
 class CompressedManager(ContinuousBatchingManager):
-    """Transformers' manager, whose cache has pages of a scheme."""
+    """Transformers' manager, whose cache has pages of a scheme, or with ``memory`` of the rungs of a ladder."""
 
-    def __init__(self, scheme: Scheme, requests: int | None, tokens: int | None, **given: Any) -> None:
-        self.scheme, self.wanted = scheme, (scheme, requests, tokens)
+    def __init__(
+        self, rungs: tuple[Scheme, ...], requests: int | None, tokens: int | None, memory: int | None, **given: Any
+    ) -> None:
+        self.memory, self.wanted = memory, (rungs, requests, tokens, memory)
+        self.name = rungs[0].name if memory is None else "memory"
         hints = given["workload_hints"]
         if tokens is None and hints is not None:
             # The most of any request: one that is long shall not cost many short ones their windows.
             tokens = min(hints.max_prompt_length + hints.max_generated_length, USUAL_TOKENS)
-        self.usual = tokens or USUAL_TOKENS
+        self.usual = usual_tokens(given["model"].config, tokens)
         # Arguments of logits processors by request, for callers that cannot pass them to `add_request`.
         self.sampling: dict[str, dict[str, Any]] = {}
         # Graphs of equal batches are captured once for each value: logits processors may differ by step.
@@ -175,10 +237,13 @@ class CompressedManager(ContinuousBatchingManager):
         config = copy.deepcopy(given["continuous_batching_config"])
         if config.max_requests_per_batch is None:
             config.max_requests_per_batch = requests
-        self.schemes = schemes_of(given["model"].config, scheme)
+        self.rungs = tuple(schemes_of(given["model"].config, scheme) for scheme in rungs)
         self.asked = config.max_requests_per_batch
-        page = scheme.layout(64, 64).store.runs[0][0].page_size
-        if config.num_blocks is not None:
+        page = rungs[0].layout(64, 64).store.runs[0][0].page_size
+        if memory is not None:
+            # The engine's own bytes are none of the pool's.
+            config.num_blocks = 1
+        elif config.num_blocks is not None:
             # Blocks in 16 bits as the user counts them: the same bytes.
             config.num_blocks = max(1, config.num_blocks * config.page_size // page)
         config.page_size = page
@@ -199,7 +264,7 @@ class CompressedManager(ContinuousBatchingManager):
     @property
     def windowed(self) -> bool:
         """True if requests have windows beside their blocks."""
-        return windowed(self.model.config, self.schemes)
+        return windowed(self.model.config, self.rungs[0])
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Sets our attention, and remembers what to set back."""
@@ -250,10 +315,11 @@ class CompressedManager(ContinuousBatchingManager):
         return super().add_request(input_ids, request_id, max_new_tokens, *args, **kwargs)
 
     def room(self) -> int:
-        """Tokens that all blocks hold."""
+        """Tokens that all blocks hold, in the narrowest pages."""
         assert self.batch_processor is not None
         pages = self.batch_processor.cache.cache_allocators[FULL_ATTENTION]
-        return pages.num_blocks * pages.tokens_per_page
+        assert isinstance(pages, CompressedPages)
+        return pages.most_tokens
 
     def add_requests(self, *args: Any, **kwargs: Any) -> list[str]:
         """Adds requests, as the engine's does; the result of one that no pool could ever hold is the reason."""
@@ -275,8 +341,10 @@ class CompressedManager(ContinuousBatchingManager):
     def _make_batch_processor(self) -> Any:
         config = self.continuous_batching_config
         kind = WindowedPages if self.windowed else CompressedPages
-        own = {"schemes": self.schemes, "config": config}
+        own = {"schemes": self.rungs[0], "config": config}
         own |= {"asked": self.asked, "usual": self.usual} if self.windowed else {}
+        if self.memory is not None:
+            kind, own = LadderPages, own | {"rungs": self.rungs, "memory": self.memory}
         named: Any = type(kind.__name__, (kind,), own)
         with _allocator(named):
             processor = super()._create_batch_processor()
@@ -287,33 +355,36 @@ class CompressedManager(ContinuousBatchingManager):
             each._get_graph_key = lambda key=each._get_graph_key: (*key(), self.graph_variant())
         for pages in processor.cache.cache_allocators.values():
             assert isinstance(pages, CompressedPages)
-            pages.settle(processor.cache)
-            pages.smoothing = self._smoothing()
+            pages.settle(processor)
+            smoothings = [self._smoothing(schemes) for schemes in self.rungs]
+            pages.smoothing = smoothings[0]
+            if isinstance(pages, LadderPages):
+                pages.smoothings = smoothings
             size = pages.num_blocks * pages.bytes_per_block / 2**20
             logger.info(
                 "%s: blocks for %d tokens in %.1f MiB, %.2f bits per element with every byte counted.",
-                self.scheme.name, pages.num_blocks * pages.tokens_per_page, size, pages.bits,
+                self.name, pages.num_blocks * pages.tokens_per_page, size, pages.bits,
             )  # fmt: skip
             if pages.window_room:
                 logger.info(
                     "%s: windows of %d requests in %.1f MiB; prefixes are not shared, since what waits in 16 bits is a "
-                    "request's own.", self.scheme.name, config.max_requests_per_batch, pages.window_room / 2**20,
+                    "request's own.", self.name, config.max_requests_per_batch, pages.window_room / 2**20,
                 )  # fmt: skip
         return processor
 
-    def _smoothing(self) -> dict[int, KeySmoothing]:
+    def _smoothing(self, schemes: tuple[Scheme, ...]) -> dict[int, KeySmoothing]:
         """The vectors of the layers whose keys are smoothed."""
-        wanted = [layer for layer, scheme in enumerate(self.schemes) if scheme.smooths_keys]
+        wanted = [layer for layer, scheme in enumerate(schemes) if scheme.smooths_keys]
         found = measure(self.model, text_config(self.model.config)) if wanted else {}
         if wanted and not found:
             logger.warning(
                 "%s: the key channels of this model could not be measured, so they are not smoothed, and answers may "
-                "be wrong (see `hfkvq doctor`); the scheme 'best-4.3' does without.", self.scheme.name,
+                "be wrong (see `hfkvq doctor`); the scheme 'best-4.3' does without.", self.name,
             )  # fmt: skip
-        warn_of_noise(self.scheme.name, dict(enumerate(self.schemes)), self.model, text_config(self.model.config))
+        warn_of_noise(self.name, dict(enumerate(schemes)), self.model, text_config(self.model.config))
         dim = {layer: own.mean.shape[1] for layer, own in found.items()}
         return {
-            layer: found[layer].smoothing(self.schemes[layer].layout(dim[layer], dim[layer])).to(self.model.device)
+            layer: found[layer].smoothing(schemes[layer].layout(dim[layer], dim[layer])).to(self.model.device)
             for layer in wanted
             if layer in found
         }
@@ -365,15 +436,23 @@ class Serving:
     """A model whose `generate_batch` and `init_continuous_batching` hold compressed pages, until `disable`.
 
     Attributes:
+        rungs: the scheme; with ``memory`` all that requests step down by, the widest first.
         requests: at a time, where the engine's config says nothing.
+        memory: most bytes that the blocks take; None where the engine's config counts them.
         manager: the last that was made, or None.
         enabled: until `disable`; of several at a time the last one is in effect.
     """
 
     def __init__(
-        self, model: PreTrainedModel, scheme: Scheme, requests: int | None = None, request_tokens: int | None = None
+        self,
+        model: PreTrainedModel,
+        rungs: tuple[Scheme, ...],
+        requests: int | None = None,
+        request_tokens: int | None = None,
+        memory: int | None = None,
     ) -> None:
-        self.model, self.scheme, self.requests, self.request_tokens = model, scheme, requests, request_tokens
+        self.model, self.rungs, self.memory = model, rungs, memory
+        self.requests, self.request_tokens = requests, request_tokens
         self.manager: CompressedManager | None = None
         self.enabled, held = True, vars(model)
         earlier = getattr(held.get(ENTRY), "__self__", None)
@@ -411,7 +490,7 @@ class Serving:
     @property
     def windowed(self) -> bool:
         """True if requests have windows beside their blocks, so that there are as many requests as windows."""
-        return windowed(self.model.config, schemes_of(self.model.config, self.scheme))
+        return windowed(self.model.config, schemes_of(self.model.config, self.rungs[0]))
 
     def usage(self) -> Usage:
         """Memory of the engine now; 0 of everything before it runs."""
@@ -436,24 +515,29 @@ class Serving:
     ) -> ContinuousBatchingManager:
         """`model.init_continuous_batching`, whose manager is ours."""
         model = self.model
-        cached, wanted = getattr(model, KEPT, None), (self.scheme, self.requests, self.request_tokens)
-        if isinstance(cached, CompressedManager) and cached.wanted == wanted:
+        given: Any = continuous_batching_config or ContinuousBatchingConfig()
+        for name in ("num_blocks", "max_memory_percent") if self.memory is not None else ():
+            if getattr(given, name) is not None:
+                raise ValueError(
+                    f"{name}: got {getattr(given, name)} together with memory={format_bytes(self.memory or 0)}, "
+                    "allowed one of them, since both say how much the blocks take; leave one out."
+                )
+        own = (self.rungs, self.requests, self.request_tokens, self.memory)
+        cached = getattr(model, KEPT, None)
+        if isinstance(cached, CompressedManager) and cached.wanted == own:
             cached.switch_to_cb_friendly_attn(model)
             self.manager = cached
             return cached
         generation: Any = model.generation_config if generation_config is None else generation_config
         if generation.eos_token_id is None:
             generation.eos_token_id = -1
-        given = ContinuousBatchingConfig() if continuous_batching_config is None else continuous_batching_config
         if given.cpu_offload_space:
             raise ValueError(
                 f"cpu_offload_space: got {given.cpu_offload_space}, allowed 0: compressed blocks lie in several "
                 "places. Give more num_blocks instead; they are small."
             )
         self.manager = CompressedManager(
-            self.scheme,
-            self.requests,
-            self.request_tokens,
+            *own,
             model=model,
             generation_config=generation,
             continuous_batching_config=given,
@@ -464,10 +548,11 @@ class Serving:
 
 def enable(
     model: PreTrainedModel,
-    scheme: str | Scheme = "best-4.3",
+    scheme: str | Scheme | None = None,
     *,
     requests: int | None = None,
     request_tokens: int | None = None,
+    memory: int | str | None = None,
     **knobs: Any,
 ) -> Serving:
     """Continuous batching over compressed pages: `model.generate_batch` and all that rests on it.
@@ -479,24 +564,34 @@ def enable(
         model: a causal language model; all layers have full attention.
         scheme: a preset that keeps all tokens in one width a side: ``saw-int4``, ``kitty-pro``, ``best-2.5``,
             ``kivi-2``, ``kvarn``, ``mixkvq``... Requests share prefixes with ``saw-int4`` and ``int4``, which keep no
-            tokens in 16 bits here.
+            tokens in 16 bits here. None: ``best-4.3``.
         requests: most requests at a time, where ``max_requests_per_batch`` of the engine's config is None. Each has
             room for the tokens that its scheme keeps in 16 bits, if it keeps any. None: as many as there is memory
             for with ``request_tokens`` each.
         request_tokens: that a usual request holds, prompt and answer. None: 4,096, or fewer where ``generate_batch``
             is given nothing longer.
+        memory: most bytes that blocks and windows take, in place of a scheme: a number, or a size like ``"6GiB"``. All
+            requests begin in 16 bits. Where one would have to wait, they step down together, to 4 bits (``best-4.3``)
+            and to 2 (``best-2.5``), within these bytes (`hfkvq.serving.ladder`); then requests wait as ever. When none
+            is left, the next ones begin in 16 bits again. Prefixes are not shared.
 
     Returns:
         What disables it again: a context manager, or call ``disable()``.
 
     Raises:
-        ValueError: a scheme whose pages cannot be the engine's, or a model with other layers, with the reason.
+        ValueError: a scheme whose pages cannot be the engine's, or a model with other layers, with the reason; a
+            ``memory`` in which no request of ``request_tokens`` fits, more than the GPU has free, or with a scheme.
     """
     for name, value in (("requests", requests), ("request_tokens", request_tokens)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}: got {value!r}, allowed 1 or more, or None.")
-    found = get_scheme(scheme, **knobs)
-    check(model.config, found)
+    rungs, size = chosen(scheme, memory, knobs)
+    for each in rungs:
+        check(model.config, each)
+    if size is not None:
+        ranks = getattr(getattr(model, "_device_mesh", None), "size", lambda: 1)()
+        check_memory(model.config, rungs, size, model.dtype, requests, request_tokens, ranks)
+        check_free(size, model.device)
     # Models are measured by our attention, which no cache may have registered yet.
     register()
-    return Serving(model, found, requests, request_tokens)
+    return Serving(model, rungs, requests, request_tokens, size)

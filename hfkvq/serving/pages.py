@@ -64,6 +64,12 @@ def tensors_of(fmt: PageFormat, side: Any, heads: int, head_dim: int, dtype: tor
     return found
 
 
+def page_bytes(scheme: Scheme, heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of a layer's page, keys and values, every scale counted."""
+    formats = zip(scheme.layout(head_dim, head_dim).store.runs[0], SIDES, strict=True)
+    return sum(size for fmt, side in formats for *_, size in tensors_of(fmt, side, heads, head_dim, dtype))
+
+
 def typed(data: Tensor, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
     """A tensor that lies at the beginning of bytes."""
     return data[: torch.Size(shape).numel() * kind.itemsize].view(kind).view(shape)
@@ -136,7 +142,7 @@ class CompressedPages(FullAttentionCacheAllocator):
         smoothing: of layers whose keys are smoothed; by it queries and keys come smoothed to `attend`.
     """
 
-    schemes: ClassVar[tuple[Scheme, ...]]
+    schemes: tuple[Scheme, ...]
     config: ClassVar[Any]
     smoothing: Mapping[int, KeySmoothing] = MappingProxyType({})
     supports_block_sharing = True
@@ -149,23 +155,22 @@ class CompressedPages(FullAttentionCacheAllocator):
         super().__init__(*args, **kwargs)
         # Tokens of the indices that the engine makes: a block is as many as a page has, in every layer.
         self.block_physical_stride = self.tokens_per_page
+        self._parts: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._rows: Rows | None = None
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Takes the layouts of the layers' schemes."""
         own = zip(self.layer_indices, self.schemes, strict=True)
         self.layouts = {layer: scheme.layout(self.head_dim, self.head_dim) for layer, scheme in own}
         self.forms = {layer: layout.store for layer, layout in self.layouts.items()}
-        self._parts: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        self._rows: Rows | None = None
 
     @classmethod
     def get_bytes_per_page(
         cls, num_key_value_heads: int, head_dim: int, cache_dtype: torch.dtype, page_size: int
     ) -> int:
         """Bytes of a page of keys and values, every scale counted, and what alignment adds: the mean of all layers."""
-        sizes = [
-            size
-            for scheme in cls.schemes
-            for fmt, side in zip(scheme.layout(head_dim, head_dim).store.runs[0], SIDES, strict=True)
-            for *_, size in tensors_of(fmt, side, num_key_value_heads, head_dim, cache_dtype)
-        ]
+        sizes = [page_bytes(scheme, num_key_value_heads, head_dim, cache_dtype) for scheme in cls.schemes]
         return -(-sum(sizes) // (len(cls.schemes) * ALIGNED)) * ALIGNED
 
     def register_cache_tensor(
@@ -177,30 +182,37 @@ class CompressedPages(FullAttentionCacheAllocator):
         """
         self.bytes_per_sector = bytes_per_sector
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
-        blocks, at = cache_tensor.numel() // self.bytes_per_block, 0
+        blocks = cache_tensor.numel() // self.bytes_per_block
         for layer in self.layer_indices:
-            made = []
-            for fmt, side in zip(self.forms[layer].runs[0], SIDES, strict=True):
-                parts = []
-                for shape, kind, size in tensors_of(
-                    fmt, side, self.num_key_value_heads, self.head_dim, self.cache_dtype
-                ):
-                    parts.append(typed(cache_tensor[at:], (blocks, *shape), kind))
-                    at += blocks * size
-                made.append(parts)
-            self._parts[layer] = (made[0], made[1])
+            self._parts[layer], cache_tensor = self._page_views(layer, cache_tensor, blocks)
         self._tails: list[Tensor] = []
 
-    def settle(self, cache: Any) -> None:
-        """Makes ready what waits for the engine's cache to be there; before anything is recorded."""
+    def _page_views(self, layer: int, data: Tensor, blocks: int) -> tuple[tuple[list[Tensor], list[Tensor]], Tensor]:
+        """Tensors of a layer's pages, keys and values, at the beginning of bytes; and the bytes behind them."""
+        made = []
+        for fmt, side in zip(self.forms[layer].runs[0], SIDES, strict=True):
+            parts = []
+            for shape, kind, size in tensors_of(fmt, side, self.num_key_value_heads, self.head_dim, self.cache_dtype):
+                parts.append(typed(data, (blocks, *shape), kind))
+                data = data[blocks * size :]
+            made.append(parts)
+        return (made[0], made[1]), data
+
+    def settle(self, processor: Any) -> None:
+        """Makes ready what waits for the engine's processor to be there; before anything is recorded."""
         # Room for every request's newest token, 16 bits each. The engine says how many where the user does not.
         shape = (self.config.max_requests_per_batch or 1, self.num_key_value_heads, TAIL, self.head_dim)
-        self._tails = [torch.zeros(shape, dtype=self.cache_dtype, device=cache.device) for _ in SIDES]
+        self._tails = [torch.zeros(shape, dtype=self.cache_dtype, device=processor.cache.device) for _ in SIDES]
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that all blocks hold."""
+        return self.num_blocks * self.tokens_per_page
 
     @property
     def bits(self) -> float:
         """Bits per element of keys and values, every byte of a page counted."""
-        return 8 * self.bytes_per_page / (2 * self.num_key_value_heads * self.head_dim * self.tokens_per_page)
+        return 8 * self.bytes_per_block / (2 * self.num_key_value_heads * self.head_dim * self.tokens_per_block)
 
     # Batches with prompts are told a number for each block, which the engine hands on as it is. Lists of each
     # token's place, which the engine would make, are 350,000 numbers long for 43 requests of 8,192 tokens.

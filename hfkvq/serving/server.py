@@ -23,7 +23,7 @@ from hfkvq.caches import Scheme
 from hfkvq.measure.models import Source, load_model, load_tokenizer, read_config
 from hfkvq.measure.models.outline import positions_of
 
-from .engine import Serving, check, enable
+from .engine import Serving, check, check_memory, chosen, enable
 from .fields import ENDPOINTS, PROMPTS, TEXT_PARTS, RefusedRequest, got
 from .fields import check as check_fields
 
@@ -195,7 +195,7 @@ class Answers(CBGenerateManager):
         if request_id in self._cb.output_router.result_handlers:
             raise RefusedRequest("x-request-id", got(request_id, "a name that no request has that waits for an answer"))
         limit, tokens, new = self._cb.room(), len(input_ids), config.max_new_tokens
-        reason = "all blocks hold no more; give the server more --num-blocks"
+        reason = "all blocks hold no more; give the server more --num-blocks, or --memory"
         if self._positions is not None and self._positions <= limit:
             limit, reason = self._positions, "the model has no more positions"
         if not 0 < tokens < limit:
@@ -390,7 +390,7 @@ class Server:
         self,
         source: Source,
         name: str,
-        scheme: Scheme,
+        scheme: Scheme | None,
         device: torch.device,
         dtype: torch.dtype | None = None,
         *,
@@ -398,6 +398,7 @@ class Server:
         port: int = 8000,
         requests: int | None = None,
         request_tokens: int | None = None,
+        memory: int | str | None = None,
         **options: Any,
     ) -> None:
         """Loads the model and starts the server.
@@ -406,20 +407,26 @@ class Server:
             name: by which requests name it.
             dtype: None takes what `load_model` takes.
             host: to listen at.
+            memory: most bytes of the cache, in place of a scheme; see `enable`.
             options: of Transformers' ``Serve``: cb_num_blocks, cb_max_batch_tokens, cb_max_memory_percent.
 
         Raises:
             ImportError: packages are missing.
             OSError: nothing can listen at this host and port.
-            ValueError: a scheme or a model that does not go; see `enable`.
+            ValueError: a scheme, a budget or a model that does not go; see `enable`.
         """
         from fastapi.exceptions import RequestValidationError
         from transformers.cli.serve import Serve
 
         _check_address(host, port)
-        check(read_config(source), scheme)
+        (rungs, size), config = chosen(scheme, memory), read_config(source)
+        for each in rungs:
+            check(config, each)
+        if size is not None:
+            # Weights take minutes to load, and may then turn out to be of 32 bits.
+            check_memory(config, rungs, size, dtype or torch.bfloat16, requests, request_tokens)
         model, tokenizer = load_model(source, device, dtype), load_tokenizer(source)
-        self.serving: Serving = enable(model, scheme, requests=requests, request_tokens=request_tokens)
+        self.serving: Serving = enable(model, scheme, requests=requests, request_tokens=request_tokens, memory=memory)
         self.url = f"http://{host}:{port}/v1"
         # It starts when all is in place: what is added to a server that runs may come too late.
         held = type("HeldServe", (Serve,), {"start_server": lambda _: None})

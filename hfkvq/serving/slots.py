@@ -28,6 +28,24 @@ USUAL_TOKENS = 4096
 """Tokens of a request, by default: there are as many slots as requests of this length fit."""
 
 
+def window_shapes(
+    schemes: tuple[Scheme, ...], slots: int, heads: int, dim: int, dtype: torch.dtype
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Windows of a layer: sink keys, sink values, tail keys, tail values; sums and counts of queries, if any."""
+    sizes = WindowSizes.of(schemes[0].layout(dim, dim))
+    # A token joins its tail before what is due leaves it.
+    tails = [local + unit for local, unit in zip(sizes.local, sizes.unit, strict=True)]
+    found = [((slots, heads, length, dim), dtype) for length in (sizes.sink, sizes.sink, *tails)]
+    if any("query" in scheme.needs for scheme in schemes):
+        found += [((slots, heads, dim), torch.float64), ((heads, slots), torch.int32)]
+    return found
+
+
+def bytes_of(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> list[int]:
+    """Bytes of each window; whatever comes behind it can be read 16 bytes at a time."""
+    return [-(-torch.Size(shape).numel() * kind.itemsize // 16) * 16 for shape, kind in shapes]
+
+
 class SlotPages(CompressedPages):
     """Blocks of pages, and slots of windows.
 
@@ -47,35 +65,36 @@ class SlotPages(CompressedPages):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.slots: dict[str, int] = {}
+        self._forks: list[tuple[int, int]] = []
+
+    def lay_out(self) -> None:
+        super().lay_out()
         sizes = {WindowSizes.of(layout) for layout in self.layouts.values()}
         assert len(sizes) == 1, "see `refusal`"
         self.sizes = sizes.pop()
-        # A token joins its tail before what is due leaves it.
         (key_local, value_local), (key_unit, value_unit) = self.sizes.local, self.sizes.unit
         self.tails = key_local + key_unit, value_local + value_unit
         self.observes = any("query" in scheme.needs for scheme in self.schemes)
-        self.slots: dict[str, int] = {}
-        self._forks: list[tuple[int, int]] = []
 
     # Memory.
 
     def _window_shapes(self, slots: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Windows of a layer: sink keys, sink values, tail keys, tail values; sums and counts of queries, if any."""
-        heads, dim = self.num_key_value_heads, self.head_dim
-        lengths = (self.sizes.sink, self.sizes.sink, *self.tails)
-        found = [((slots, heads, length, dim), self.cache_dtype) for length in lengths]
-        if self.observes:
-            found += [((slots, heads, dim), torch.float64), ((heads, slots), torch.int32)]
-        return found
+        """Windows of a layer."""
+        return window_shapes(self.schemes, slots, self.num_key_value_heads, self.head_dim, self.cache_dtype)
 
-    @staticmethod
-    def _bytes_of(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> list[int]:
-        return [-(-torch.Size(shape).numel() * kind.itemsize // 16) * 16 for shape, kind in shapes]
+    def _window_views(self, data: Tensor, slots: int) -> tuple[list[Tensor], Tensor]:
+        """Windows of a layer at the beginning of bytes; and the bytes behind them."""
+        shapes, found = self._window_shapes(slots), []
+        for (shape, kind), size in zip(shapes, bytes_of(shapes), strict=True):
+            found.append(typed(data, shape, kind))
+            data = data[size:]
+        return found, data
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of a slot, in all layers."""
-        return len(self.layer_indices) * sum(self._bytes_of(self._window_shapes(1)))
+        return len(self.layer_indices) * sum(bytes_of(self._window_shapes(1)))
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: Any
@@ -101,18 +120,15 @@ class SlotPages(CompressedPages):
         blocks, rest = cache_tensor[:-taken], cache_tensor[-taken:]
         super().register_cache_tensor(bytes_per_sector, non_trash_bytes - taken, blocks, pool)
         self.window_room, self._free = taken, list(range(most, 0, -1))
-        shapes = self._window_shapes(slots)
-        at, self._windows, self._sums = 0, {}, {}
+        self._windows, self._sums = {}, {}
         for layer in self.layer_indices:
-            found = []
-            for (shape, kind), size in zip(shapes, self._bytes_of(shapes), strict=True):
-                found.append(typed(rest[at:], shape, kind))
-                at += size
+            found, rest = self._window_views(rest, slots)
             self._windows[layer], self._sums[layer] = found[:4], found[4:]
         self._again = torch.zeros(slots, dtype=torch.int32, device=cache_tensor.device)
 
-    def settle(self, cache: Any) -> None:
+    def settle(self, processor: Any) -> None:
         """Tells the engine's cache what slots mean for it."""
+        cache = processor.cache
         cache.num_sectors = self.pool.num_sectors
         # The last column of a block table is the slot's.
         room = max(0, cache.max_blocks_per_request - 1) * self.tokens_per_page

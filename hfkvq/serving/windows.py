@@ -98,10 +98,13 @@ class WindowedPages(SlotPages):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._scheme_of = dict(zip(self.layer_indices, self.schemes, strict=True))
         self._steps: Steps | None = None
         self._prompts: list[Prompt] = []
         self._first: FirstPrompts | None = None
+
+    def lay_out(self) -> None:
+        super().lay_out()
+        self._scheme_of = dict(zip(self.layer_indices, self.schemes, strict=True))
         self._plans: dict[tuple[int, int, int], StepPlan] = {}
         self._stores: dict[int, KVStore] = {}
 

@@ -89,16 +89,20 @@ def test_answers_whole_and_streamed(server, client):
     # Heads of 128: 4 bits, and a scale and a zero of 16 each.
     assert found["hfkvq_bits"] == 4.25
     assert 0 <= found["hfkvq_bytes"] <= found["hfkvq_room"]
-    assert look_at_server(server.url) == (0, 0, found["hfkvq_tokens"], found["hfkvq_bytes"], 4.25, ())
+    assert look_at_server(server.url) == (0, 0, found["hfkvq_tokens"], found["hfkvq_bytes"], 4.25, (), 0)
 
 
-def test_tokens_that_wait_in_16_bits(source):
-    """More at once than there are windows: every one is answered, and nothing is held then."""
+@pytest.mark.parametrize(
+    ("scheme", "given"),
+    [("kitty-pro", {"requests": 2, "cb_num_blocks": 8}), (None, {"memory": "64MiB", "request_tokens": 512})],
+)
+def test_tokens_that_wait_in_16_bits(source, scheme, given):
+    """More at once than there are windows, or a budget: every one is answered, and nothing is held then."""
     from hfkvq.serving.server import Server
 
     server = Server(
-        source, "reference", get_scheme("kitty-pro"), torch.device("cpu"), torch.float32, port=free_port(),
-        requests=2, cb_num_blocks=8, cb_max_batch_tokens=512,
+        source, "reference", scheme and get_scheme(scheme), torch.device("cpu"), torch.float32, port=free_port(),
+        cb_max_batch_tokens=512, **given,
     )  # fmt: skip
     found = {}
     try:
@@ -116,6 +120,8 @@ def test_tokens_that_wait_in_16_bits(source):
     assert len(set(found.values())) == 1
     assert found[0]
     assert held["hfkvq_requests"] == held["hfkvq_bytes"] == 0 < held["hfkvq_room"]
+    # Without a request a budget is as it begins: pages in the model's own dtype.
+    assert scheme or (held["hfkvq_bits"] == 32 and held["hfkvq_room"] < 64 * 2**20)
 
 
 def test_many_at_once(client):
@@ -470,6 +476,22 @@ def test_another_model_is_refused(client):
 
     with pytest.raises(openai.BadRequestError, match="400"):
         client.chat.completions.create(model="other", messages=QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--memory", "6GiB", "--scheme", "best-4.3"], "--memory: got 6GiB together with --scheme best-4.3"),
+        (["--memory", "6GiB", "--num-blocks", "8"], "--memory: got 6GiB together with --num-blocks 8"),
+        (["--memory", "lots"], "memory: got 'lots', allowed a size such as"),
+        (["--memory", "1MiB"], "memory: got 1.00 MiB, allowed"),
+        (["--memory", "6GiB", "--engine", "vllm"], "--memory: got 6GiB, but vLLM has no such option"),
+    ],
+)
+def test_budgets_that_do_not_go(given, words):
+    result = CliRunner().invoke(app, ["serve", "--device", "cpu", *given])
+    assert result.exit_code == 2
+    assert words in result.output.replace("\n", " ")
 
 
 def test_schemes_that_forget_are_refused():

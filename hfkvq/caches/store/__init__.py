@@ -15,7 +15,8 @@ There are four routes from a token to the bytes of a page:
    they are.
 
 Serving seals blocks of its own engine by the same two functions: `kvstore.write_pages`, where a prompt goes through a
-store, and else `kernels.seal_side`, which the former ends in, as steps do.
+store or all requests step down (`hfkvq.serving.ladder`), and else `kernels.seal_side`, which the former ends in, as
+steps do.
 
 - `state`: all that changes, tensors and what the host knows of them, as one value with one ``replace``.
 - `kvstore`: `KVStore`, the store of a layer: what can be asked of it, how tokens arrive, are sealed and leave.
