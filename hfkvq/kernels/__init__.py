@@ -4,15 +4,16 @@ from .append import append
 from .decode import decode_attention
 from .dispatch import use_interpreter, use_reference
 from .due import due
-from .gather import gather_rows
+from .gather import gather_requests, gather_rows
 from .hadamard import hadamard
 from .latent import latent_attention, store_attention
 from .moments import attention_moments
 from .norms import page_norms
 from .pages import PageFormat, RunView, StoreFormat
+from .place import place
 from .products import qk_pages, sv_pages
 from .quantize import dequantize_pages, quantize_pages
-from .query_sums import query_sums
+from .query_sums import page_weights, query_sums
 from .restore import restore
 from .seal import channel_widths, seal, seal_side
 from .smooth import smooth, unsmooth
@@ -27,10 +28,13 @@ __all__ = [
     "decode_attention",
     "dequantize_pages",
     "due",
+    "gather_requests",
     "gather_rows",
     "hadamard",
     "latent_attention",
     "page_norms",
+    "page_weights",
+    "place",
     "qk_pages",
     "quantize_pages",
     "query_sums",

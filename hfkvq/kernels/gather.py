@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .decode import ABSENT, START, column_positions, dense_columns, newest_pages
-from .dispatch import define, triton_slot
+from .dispatch import call, define, triton_slot
 from .hadamard import hadamard, saturated
-from .pages import Side, StoreFormat, split_runs
+from .pages import SIDES, Side, StoreFormat, split_runs
+from .quantize import dequantize_pages
 
 
 @define("gather_rows")
@@ -73,3 +74,86 @@ def gather_rows(
         reference agree to the bit.
     """
     return _gather_rows(counters, list(windows), list(runs), columns, store.spec, side)
+
+
+@define("gather_requests")
+def _gather_requests(
+    keys: Tensor,
+    values: Tensor,
+    units: Tensor,
+    requests: Tensor,
+    run: Sequence[Tensor],
+    windows: Sequence[Tensor],
+    tokens: int,
+    store: str,
+) -> tuple[Tensor, Tensor]:
+    form = StoreFormat.parse(store)
+    (view,), (fmt, _) = split_runs(form, run), form.runs[0]
+    page, found = fmt.page_size, [x.new_zeros((tokens, *x.shape[1:])) for x in (keys, values)]
+    for row in sorted(set(units[0].tolist())):
+        begin, held, end, new = requests[:, row].tolist()
+        ids = view.table[row, : -(-held // page)].long()
+        sides = zip(
+            SIDES, (keys, values), form.runs[0], (view.keys, view.values), (form.rotate_keys, form.rotate_values),
+            found, strict=True,
+        )  # fmt: skip
+        for at, (side, x, own, parts, rotate, out) in enumerate(sides):
+            dense = dequantize_pages([part[ids] for part in parts], own, side, x.shape[2]).float()
+            dense = dense.transpose(1, 2).flatten(0, 1)[:held]
+            if windows:
+                first, filled = (windows[1 + at][i].transpose(0, 1).float() for i in windows[0][:, row].tolist())
+                last = held // page * page
+                dense[last:] = filled[: held - last]
+                dense[:page] = first[:held]
+            dense = saturated(hadamard(dense, rotate, back=True), x.dtype)
+            out[begin : begin + end] = torch.cat([dense, x[new : new + end - held]])
+    return found[0], found[1]
+
+
+@_gather_requests.register_fake
+def _(
+    keys: Tensor,
+    values: Tensor,
+    units: Tensor,
+    requests: Tensor,
+    run: Sequence[Tensor],
+    windows: Sequence[Tensor],
+    tokens: int,
+    store: str,
+) -> tuple[Tensor, Tensor]:
+    return keys.new_empty((tokens, *keys.shape[1:])), values.new_empty((tokens, *values.shape[1:]))
+
+
+triton_slot("gather_requests", "gather:gather_requests_triton")
+
+
+def gather_requests(
+    keys: Tensor,
+    values: Tensor,
+    units: Tensor,
+    requests: Tensor,
+    run: Sequence[Tensor],
+    windows: Sequence[Tensor],
+    tokens: int,
+    store: StoreFormat,
+) -> tuple[Tensor, Tensor]:
+    """Dense keys and values of requests, one after another: what pages hold, rotated back, and then the new tokens.
+
+    One launch for all requests, as attention functions take them that know requests of different lengths.
+
+    Args:
+        keys: (n, H, Dk), new tokens of all requests, after RoPE, not rotated.
+        values: (n, H, Dv), likewise.
+        units: i32 (2, U), request and block of G tokens: every block of the requests that are wanted.
+        requests: i32 (4, R): of each request the row of the result at which it begins, tokens held, tokens with the new
+            ones, and the first new one's row of ``keys``.
+        run: flat tensors of the store's only run (`RunView.flat`): block i of a request holds its tokens from i * G on.
+        windows: nothing where pages hold all tokens that are held; else i32 (2, R), windows of each request's first
+            block and of the one that is being filled, and keys and values (N, H, G, D) in the basis of the store. Pages
+            then hold the other blocks.
+        tokens: of the result, m.
+
+    Returns:
+        (m, H, Dk) and (m, H, Dv). Kernels and the reference agree to the bit.
+    """
+    return call(_gather_requests, keys, keys, values, units, requests, list(run), list(windows), tokens, store.spec)

@@ -46,7 +46,7 @@ from .pages import (
     sdpa,
 )
 from .smoothing import has_key_biases, vectors_of_layer
-from .windows import Claim, Slots, WindowPages, WindowPrompts, WindowSteps
+from .windows import Claim, PlacedPrompts, Slots, WindowPages, WindowPrompts, WindowSteps
 
 HEAD_SIZES = (32, 64, 96, 128, 192, 256)
 
@@ -238,8 +238,8 @@ class Metadata(AttentionMetadata):
             past = (self.lengths - 1).clamp(min=0)
             sealed = None
             if self.windows is not None:
-                past = torch.cat([past[: self.decodes], self.windows.rows.past])
-                sealed = self.windows.blocks.flatten()
+                past = torch.cat([past[: self.decodes], self.windows.rows.requests[1]])
+                sealed = self.windows.sealed
             return self.slots.claim(self.table, past, self.lengths, sealed)
 
         return self.once("claim", make)
@@ -255,6 +255,13 @@ class Metadata(AttentionMetadata):
                 self.table[own].contiguous(), self.lengths[own], claim.rows(own), self.heads, slots.count
             ),
         )
+
+    @property
+    def placed_prompts(self) -> PlacedPrompts:
+        """The requests with more tokens, which have slots."""
+        windows, claim = self.windows, self.claim
+        assert windows is not None
+        return self.once("placed_prompts", lambda: windows.placed(claim.rows(slice(self.decodes, None)), self.heads))
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -294,11 +301,11 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             # Exact for requests with several tokens.
             lengths = (given.seq_lens if known is None else known)[decodes : given.num_reqs].tolist()
             held = [max(length - count, 0) for length, count in zip(lengths, counts, strict=True)]
-            made.prompts = Prompts.of(made.table[decodes:], held, counts)
+            made.prompts = Prompts.of(made.table[decodes:], held, counts, whole=self._slots is not None)
         if self._slots is not None:
             self._slots.check()
             if made.prompts is not None:
-                made.windows = WindowPrompts.of(made.prompts)
+                made.windows = WindowPrompts.of(made.prompts, self._slots.count)
             if known is not None:
                 # Exact where requests have one token, too, since there is no speculation.
                 held = (known[: given.num_reqs] - given.query_start_loc_cpu[: given.num_reqs + 1].diff()).tolist()
@@ -433,9 +440,9 @@ class Attention(AttentionImpl[Metadata]):
         if self._form is None:
             self.begin(layer.layer_name)
         if attn_metadata is None:
-            # Memory of a chunk behind many tokens: all keys and values of its request, one of them twice.
-            room = max(self._longest, TOGETHER) * self.num_kv_heads * self.head_size
-            query.new_empty(3 * room if query.is_cuda else 0)
+            # Memory of what new tokens attend to, and of queries and keys that are smoothed, and all that is rotated.
+            room = 2 * max(self._longest, TOGETHER) * self.num_kv_heads * self.head_size
+            query.new_empty(room + query.numel() + 3 * key.numel() if query.is_cuda else 0)
             return output.fill_(0)
         count, batch = attn_metadata.num_actual_tokens, attn_metadata
         query, key, value = query[:count], key[:count], value[:count]
@@ -450,7 +457,7 @@ class Attention(AttentionImpl[Metadata]):
             if batch.decodes:
                 pages.take_step(query[steps], key[steps], value[steps], batch.window_steps)
             if batch.windows is not None:
-                pages.take_prompts(query[rest], key[rest], value[rest], batch.windows, claim.rows(rest))
+                pages.take_prompts(query[rest], key[rest], value[rest], batch.placed_prompts)
             if batch.capturing or batch.restores:
                 pages.restore(batch.table, claim)
             if batch.decodes:
@@ -465,6 +472,8 @@ class Attention(AttentionImpl[Metadata]):
         if batch.prompts is not None:
             given = query[rest], key[rest], value[rest], batch.prompts, self.scale
             pages.attend_prompts(*given, self._attend, out[rest])
+            if isinstance(pages, WindowPages):
+                pages.finish_prompts()
         return output
 
     def _pages_in(self, data: Tensor, batch: Metadata) -> LayerPages:

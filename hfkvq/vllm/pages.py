@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +102,19 @@ class Steps(NamedTuple):
         return cls(table, past, new, (past % TAIL)[:, None], counters, tails)
 
 
+def sent(parts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Lists of numbers as i32 tensors of a device, which are sent together, and not waited for."""
+    flat: list[int] = []
+    begins = []
+    for part in parts:
+        begins.append(len(flat))
+        # Kernels have variants for addresses that are multiples of 16 bytes.
+        flat += [*part, *[0] * (-len(part) % 4)]
+    host = torch.tensor(flat, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    data = host.to(device, non_blocking=True)
+    return [data[begin : begin + len(part)] for begin, part in zip(begins, parts, strict=True)]
+
+
 class Call(NamedTuple):
     """Requests whose new tokens attend in one call.
 
@@ -109,6 +123,7 @@ class Call(NamedTuple):
         tokens: columns of their new tokens.
         starts_q: i32 (n + 1,), where the new tokens of each begin.
         starts_k: i32 (n + 1,), where all of them do.
+        units: i32 (2, U), blocks of the requests, as `kernels.gather_requests` wants them.
         longest_q: new tokens of a request, at most.
         longest_k: all of them.
         all_tokens: of all requests; 0 where none has any before the new ones.
@@ -118,9 +133,32 @@ class Call(NamedTuple):
     tokens: slice
     starts_q: Tensor
     starts_k: Tensor
+    units: Tensor
     longest_q: int
     longest_k: int
     all_tokens: int
+
+
+class Writes(NamedTuple):
+    """New tokens by the blocks that they are stored in, as `kernels.seal_side` wants them.
+
+    Attributes:
+        table: i32 (P, 1), the blocks.
+        past: i32 (P,), tokens of a block that are there already.
+        new: i32 (P,), tokens that come.
+        columns: i32 (P, `PAGE`), where they stand among the tokens of all requests.
+    """
+
+    table: Tensor
+    past: Tensor
+    new: Tensor
+    columns: Tensor
+
+    @classmethod
+    def of(cls, table: Tensor, place: Tensor, past: Tensor, new: Tensor, first: Tensor) -> Writes:
+        """From places in the flat table, and each block's first new token, i32 (P,) all."""
+        page = torch.arange(PAGE, dtype=torch.int32, device=table.device)
+        return cls(table.reshape(-1).index_select(0, place)[:, None], past, new, first[:, None] + page)
 
 
 class Prompts(NamedTuple):
@@ -128,64 +166,79 @@ class Prompts(NamedTuple):
 
     Attributes:
         table: i32 (R, N), blocks of each request.
-        past: i32 (R,), tokens that its blocks hold.
-        new: i32 (R,), tokens that come.
-        columns: i32 (R, n), where they stand among the tokens of all; n is a multiple of a page.
-        counters: i32 (R, 4, 1), as `kernels.gather_rows` wants those of each request, without the new tokens.
-        held: ``past`` as the host knows it.
-        counts: ``new``, likewise.
+        requests: i32 (4, R), as `kernels.gather_requests` wants them, each within its call.
+        held: tokens that the blocks of each request hold.
+        counts: tokens that come.
+        starts: where the new tokens of each begin, and the end.
         calls: of attention.
+        writes: all new tokens, or whole blocks of them.
     """
 
     table: Tensor
-    past: Tensor
-    new: Tensor
-    columns: Tensor
-    counters: Tensor
+    requests: Tensor
     held: list[int]
     counts: list[int]
+    starts: list[int]
     calls: list[Call]
+    writes: Writes
 
     @classmethod
-    def of(cls, table: Tensor, held: Sequence[int], counts: Sequence[int]) -> Prompts:
-        """From what the host knows: tokens that each request has in blocks, and new ones, one request after another."""
-        device = table.device
-        starts = [0]
-        for count in counts:
-            starts.append(starts[-1] + count)
-        past, new, start = torch.tensor([held, counts, starts[:-1]], dtype=torch.int32, device="cpu").to(device)
-        # Whole pages, so that few widths have variants of a kernel to be compiled.
-        width = -(-max(counts) // PAGE) * PAGE
-        index = start[:, None] + torch.arange(width, dtype=torch.int32, device=device)
-        index = torch.minimum(index, (start + new - 1).clamp(min=0)[:, None])
-        calls = [cls._call(rows, held, counts, starts, device) for rows in cls._together(held, counts)]
-        counters = torch.stack([torch.zeros_like(past), past, past, past], 1)[:, :, None]
-        return cls(table, past, new, index, counters, list(held), list(counts), calls)
+    def of(cls, table: Tensor, held: Sequence[int], counts: Sequence[int], whole: bool = False) -> Prompts:
+        """From what the host knows; sends it to the device once, and asks for nothing.
+
+        Args:
+            table: i32 (R, N).
+            held: tokens that each request has in blocks.
+            counts: new ones, one request after another.
+            whole: whether only blocks that are full of new tokens are written.
+        """
+        starts = [0, *accumulate(counts)]
+        totals = [past + count for past, count in zip(held, counts, strict=True)]
+        groups, begins, parts = cls._together(held, totals), [], []
+        for rows in groups:
+            begin = [0, *accumulate(totals[row] for row in rows)]
+            begins += begin[:-1]
+            some = any(held[row] for row in rows)
+            units = [(row, i) for row in rows for i in range(-(-totals[row] // PAGE))] if some else []
+            query = [starts[row] - starts[rows.start] for row in (*rows, rows.stop)]
+            parts += [query, begin, [row for row, _ in units] + [i for _, i in units]]
+        written = cls._written(table.shape[1], held, totals, starts, whole)
+        data = sent([[*begins, *held, *totals, *starts[:-1]], *written, *parts], table.device)
+        calls = []
+        for i, rows in enumerate(groups):
+            query, key, units = data[5 + 3 * i : 8 + 3 * i]
+            longest = max(counts[row] for row in rows), max(totals[row] for row in rows)
+            tokens, size = slice(starts[rows.start], starts[rows.stop]), sum(totals[row] for row in rows)
+            calls.append(Call(rows, tokens, query, key, units.view(2, -1), *longest, size if len(units) else 0))
+        own = Writes.of(table, *data[1:5])
+        return cls(table, data[0].view(4, -1), list(held), list(counts), starts, calls, own)
 
     @staticmethod
-    def _together(held: Sequence[int], counts: Sequence[int]) -> list[range]:
+    def _together(held: Sequence[int], totals: Sequence[int]) -> list[range]:
         """Requests in turn: as many as have nothing in blocks, or all of whose tokens are few."""
         found: list[range] = []
-        first, size = 0, 0
-        for row, (past, count) in enumerate(zip(held, counts, strict=True)):
-            other = row > first and (bool(past) != bool(held[first]))
-            if other or (past and row > first and size + past + count > TOGETHER):
+        first, size, some = 0, 0, False
+        for row, (past, total) in enumerate(zip(held, totals, strict=True)):
+            if row > first and (some or past) and size + total > TOGETHER:
                 found.append(range(first, row))
-                first, size = row, 0
-            size += past + count
+                first, size, some = row, 0, False
+            size, some = size + total, some or past > 0
         return [*found, range(first, len(held))]
 
     @staticmethod
-    def _call(rows: range, held: Sequence[int], counts: Sequence[int], starts: list[int], device: torch.device) -> Call:
-        starts_q, starts_k = [0], [0]
-        for row in rows:
-            starts_q.append(starts_q[-1] + counts[row])
-            starts_k.append(starts_k[-1] + counts[row] + held[row])
-        some = any(held[row] for row in rows)
-        both = torch.tensor([starts_q, starts_k], dtype=torch.int32, device="cpu").to(device)
-        longest_q, longest_k = max(counts[row] for row in rows), max(counts[row] + held[row] for row in rows)
-        tokens = slice(starts[rows.start], starts[rows.stop])
-        return Call(rows, tokens, both[0], both[1], longest_q, longest_k, starts_k[-1] if some else 0)
+    def _written(
+        width: int, held: Sequence[int], totals: Sequence[int], starts: Sequence[int], whole: bool
+    ) -> list[list[int]]:
+        """Place in the flat table of each block that is written, tokens there, tokens that come, and their first."""
+        found: list[list[int]] = [[], [], [], []]
+        for row, (past, total) in enumerate(zip(held, totals, strict=True)):
+            first, last = (-(-past // PAGE), total // PAGE) if whole else (past // PAGE, -(-total // PAGE))
+            for i in range(first, last):
+                begin = max(i * PAGE, past)
+                own = row * width + i, begin - i * PAGE, min(total, (i + 1) * PAGE) - begin, starts[row] + begin - past
+                for numbers, number in zip(found, own, strict=True):
+                    numbers.append(number)
+        return found
 
 
 Varlen = Callable[[Tensor, Tensor, Tensor, Call, float, Tensor], None]
@@ -257,10 +310,13 @@ class LayerPages:
 
     def store_prompts(self, key: Tensor, value: Tensor, rows: Prompts) -> None:
         """Stores the new tokens (n, H, D) of requests, one after another, quantized in their blocks."""
-        rotations = (key, self.form.rotate_keys), (value, self.form.rotate_values)
-        count = len(rows.counts)
-        sources = [hadamard(x, rotation).transpose(0, 1).expand(count, -1, -1, -1) for x, rotation in rotations]
-        self._seal(rows.table, rows.past, rows.new, rows.columns, sources)
+        count = len(rows.writes.new)
+        sources = [x.transpose(0, 1).expand(count, -1, -1, -1) for x in self._rotated(key, value)]
+        self._seal(*rows.writes, sources)
+
+    def _rotated(self, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Keys and values (n, H, D) in the basis of the store."""
+        return [hadamard(key, self.form.rotate_keys), hadamard(value, self.form.rotate_values)]
 
     def attend_prompts(
         self, query: Tensor, key: Tensor, value: Tensor, rows: Prompts, scaling: float, attend: Varlen, out: Tensor
@@ -280,33 +336,18 @@ class LayerPages:
             own = call.tokens
             keys, values = key[own], value[own]
             if call.all_tokens:
-                keys, values = (self._joined(at, x, rows, call) for at, x in enumerate((keys, values)))
+                keys, values = self._joined(key, value, rows, call)
             attend(query[own], keys, values, call, scaling, out[own])
 
-    def _joined(self, at: int, x: Tensor, rows: Prompts, call: Call) -> Tensor:
-        """Keys or values (m, H, D) of requests: what their blocks hold, then the new ones (n, H, D)."""
-        found = x.new_empty((call.all_tokens, *x.shape[1:]))
-        taken = filled = 0
-        for row in call.rows:
-            held, count = rows.held[row], rows.counts[row]
-            if held:
-                found[filled : filled + held] = self._held(at, rows, row)
-            filled += held
-            found[filled : filled + count] = x[taken : taken + count]
-            filled, taken = filled + count, taken + count
-        return found
+    def _joined(self, key: Tensor, value: Tensor, rows: Prompts, call: Call) -> tuple[Tensor, Tensor]:
+        """Keys and values (m, H, D) of a call's requests: what is held, dequantized, then the new ones of (n, H, D)."""
+        (keys, values), given = self.parts, (call.units, rows.requests)
+        run = [rows.table, *keys, *values]
+        return kernels.gather_requests(key, value, *given, run, self._held(), call.all_tokens, self.form)
 
-    def _held(self, at: int, rows: Prompts, row: int) -> Tensor:
-        """Keys or values (m, H, D) that a request has in blocks."""
-        return self.dense(at, rows.table[row], rows.counters[row], rows.held[row])
-
-    def dense(self, at: int, table: Tensor, counters: Tensor, tokens: int) -> Tensor:
-        """Keys (``at`` 0) or values (1) in a request's blocks, (tokens, H, D), dequantized and rotated back."""
-        keys, values = self.parts
-        windows = [*(tail[:1, :, :0] for tail in self.tails), *(tail[:1] for tail in self.tails)]
-        blocks = table[None, : -(-tokens // PAGE)].contiguous()
-        runs = [blocks, *keys, *values]
-        return kernels.gather_rows(counters, windows, runs, tokens, self.form, SIDES[at])[0].transpose(0, 1)
+    def _held(self) -> Sequence[Tensor]:
+        """Windows of the requests of a batch, as `kernels.gather_requests` wants them."""
+        return ()
 
     def _seal(self, table: Tensor, past: Tensor, new: Tensor, columns: Tensor, sources: Sequence[Any]) -> None:
         def seal(at: int) -> None:

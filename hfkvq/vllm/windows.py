@@ -14,19 +14,19 @@ page.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hfkvq import kernels
-from hfkvq.kernels.hadamard import hadamard
 from hfkvq.kernels.norms import Balance
 from hfkvq.kernels.pages import SIDES, StoreFormat
 from hfkvq.kernels.step import observe
 from hfkvq.kernels.step.buffer import side_by_side
 
-from .pages import PAGE, LayerPages, Prompts
+from .pages import PAGE, LayerPages, Prompts, Writes, sent
 
 
 class Claim(NamedTuple):
@@ -160,96 +160,86 @@ class WindowSteps(NamedTuple):
 class WindowPrompts(NamedTuple):
     """Requests with several tokens, the same in all layers of a format: what follows from what the host knows.
 
-    Tokens of a request are the new ones of the batch, and those of the page that was being filled, `PAGE` columns for
-    each such request behind all new ones.
-
     Attributes:
-        rows: the requests.
-        open: i64 (O,), requests with tokens in a page that was being filled.
-        order: place of each such request in ``open``.
-        blocks: i32 (P, 1), those that are filled.
-        columns: i32 (P, `PAGE`), their tokens.
-        full: i32 (P,), `PAGE`.
-        first: i64 (R, `PAGE`), tokens of each request's first page.
-        last: i64 (R, `PAGE`), of the page that is being filled afterwards.
-        places: bool (3, R): whether the page that was being filled, is written as the first, and is being filled
-            afterwards is not the first, is the first, and is not the first.
-        ranges: i32 (3, P + R), as `kernels.query_sums` wants them: the new tokens of filled pages, and of those that
-            are being filled afterwards.
-        owner: i64 (P + R,), the request of each range.
-        carried: bool (P + R, 1, 1), whether queries of earlier batches belong to it.
-        most: tokens of a range.
-        left: i32 (R,), tokens of the page that is being filled afterwards.
-        counters: i32 (R, 4, 1), as `kernels.gather_rows` wants those of the pages that each request has.
+        rows: the requests, and the P blocks that are full of new tokens.
+        shifts: i32 (3, R), windows beside a request's slot: of its first page, of the one that was being filled, and of
+            one that is begun.
+        before: i32 (3, R), as `kernels.place` wants them: new tokens that join those of the page that was being filled,
+            or are in the first. They are placed before pages are sealed; None for no tokens.
+        after: those of pages that are begun, which are placed when all have attended.
+        opened: the O pages that were being filled and are full now, but for their columns.
+        owner: i32 (O,), the request of each.
+        sums: i32 (8, P + R), as `kernels.page_weights` wants them.
     """
 
     rows: Prompts
-    open: Tensor
-    order: dict[int, int]
-    blocks: Tensor
-    columns: Tensor
-    full: Tensor
-    first: Tensor
-    last: Tensor
-    places: Tensor
-    ranges: Tensor
+    shifts: Tensor
+    before: Tensor | None
+    after: Tensor | None
+    opened: Writes
     owner: Tensor
-    carried: Tensor
-    most: int
-    left: Tensor
-    counters: Tensor
+    sums: Tensor
 
     @classmethod
-    def of(cls, rows: Prompts) -> WindowPrompts:
-        """From the requests of a batch."""
-        device, count = rows.table.device, len(rows.counts)
-        held, new = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (rows.held, rows.counts))
-        total, start = held + new, new.cumsum(0) - new
-        base, opened = held // PAGE * PAGE, held % PAGE > 0
-        at_end, sealed = total // PAGE * PAGE, (base - PAGE).clamp(min=0)
-        place = opened.cumsum(0) - 1
-        page = torch.arange(PAGE, dtype=torch.int64, device="cpu")
+    def of(cls, rows: Prompts, slots: int) -> WindowPrompts:
+        """From the requests of a batch, of which `Prompts` has whole blocks; asks the device for nothing."""
+        count, width, full = len(rows.counts), rows.table.shape[1], len(rows.writes.new)
+        before, after, shift = ([[0] * count for _ in range(3)] for _ in range(3))
+        shift[2] = [slots + 1] * count
+        place, owner, pages, requests = [], [], [], []
+        for row, (held, new, start) in enumerate(zip(rows.held, rows.counts, rows.starts, strict=False)):
+            total, base, column = held + new, held // PAGE * PAGE, start - held
+            end, is_open = total // PAGE * PAGE, held > base
+            shift[1][row] = (base > 0) * (slots + 1)
+            if is_open or not base:
+                before[0][row], before[1][row], before[2][row] = start, held - base, min(total, base + PAGE) - held
+            if total > end > 0 and not (is_open and end == base):
+                after[0][row], after[2][row] = column + end, total - end
+            first, stop, page = base, start, -1
+            if is_open and end > base:
+                first, stop, page = base + PAGE, column + base + PAGE, full + len(place)
+                place.append(row * width + base // PAGE)
+                owner.append(row)
+            pages += [column + i for i in range(first, end, PAGE)]
+            begin = column + max(end, held)
+            requests.append((start, stop, page, row, begin, start + new, int(is_open), total - end))
+        assert len(pages) == full, "blocks full of new tokens"
+        sums = [(first, first + PAGE, page, -1, 0, 0, 0, 0) for page, first in enumerate(pages)] + requests
+        parts = [x for numbers in (shift, before, after, zip(*sums, strict=True)) for x in [[*chain(*numbers)]]]
+        data = sent([*parts, place, owner], rows.table.device)
+        zero = torch.zeros_like(data[4])
+        opened = Writes(rows.table.reshape(-1).index_select(0, data[4])[:, None], zero, zero + PAGE, zero)
+        shifts, first, last = (x.view(3, -1) for x in data[:3])
+        some = [stretch if any(numbers[2]) else None for stretch, numbers in ((first, before), (last, after))]
+        return cls(rows, shifts, some[0], some[1], opened, data[5], data[3].view(8, -1))
 
-        def columns(row: Tensor, begin: Tensor) -> Tensor:
-            token = torch.minimum(torch.maximum(begin, base[row])[:, None] + page, total[row, None] - 1)
-            before = int(new.sum()) + place[row, None] * PAGE + token - base[row, None]
-            return torch.where(token < held[row, None], before, start[row, None] + token - held[row, None])
+    @property
+    def sealed(self) -> Tensor:
+        """Blocks that are full now, i32 (P + O,)."""
+        return torch.cat([self.rows.writes.table, self.opened.table])[:, 0]
 
-        every = torch.arange(count, dtype=torch.int64, device="cpu")
-        filled = (at_end - base).clamp(min=0) // PAGE
-        row = every.repeat_interleave(filled)
-        number = torch.arange(len(row), dtype=torch.int64, device="cpu") - (filled.cumsum(0) - filled)[row]
-        begin = base[row] + number * PAGE
-        owner, begins = torch.cat([row, every]), torch.cat([begin, at_end])
-        ends = torch.cat([begin + PAGE, total])
-        shift = start[owner] - held[owner]
-        low, high = torch.maximum(begins, held[owner]) + shift, ends + shift
-        carried = opened[owner] & (begins == base[owner])
-        wide = torch.cat([row, begin // PAGE, owner, opened.nonzero()[:, 0]])
-        wide = wide.to(device)
-        row_, block, owner_, open_ = wide.split([len(row), len(row), len(owner), int(opened.sum())])
-        full = torch.full((len(row), 1), PAGE, dtype=torch.int64, device="cpu")
-        narrow = torch.cat([columns(row, begin), full], 1).int().to(device)
-        places = torch.stack([base > 0, held < PAGE, at_end > 0]).to(device)
-        both = torch.stack([columns(every, torch.zeros_like(held)), columns(every, at_end)]).to(device)
-        ranges = torch.stack([torch.zeros_like(low), low, torch.maximum(low, high)]).int().to(device)
-        return cls(
-            rows, open_, {int(x): i for i, x in enumerate(opened.nonzero()[:, 0])}, rows.table[row_, block][:, None],
-            narrow[:, :PAGE].contiguous(), narrow[:, PAGE].contiguous(), both[0], both[1], places, ranges, owner_,
-            carried[:, None, None].to(device), max(int((high - low).max()), 0), (total - at_end).int().to(device),
-            torch.stack([torch.zeros_like(base), base, sealed, sealed], 1)[:, :, None].int().to(device),
-        )  # fmt: skip
+    def placed(self, claim: Claim, heads: int) -> PlacedPrompts:
+        """The same requests with their slots."""
+        windows = self.shifts + claim.slot
+        page = torch.arange(PAGE, dtype=torch.int32, device=windows.device)
+        columns = windows[1].index_select(0, self.owner)[:, None] * (heads * PAGE) + page
+        return PlacedPrompts(self, claim.slot, windows, columns)
 
-    def windows(self, claim: Claim, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Windows, i64: of pages that were being filled (O,), of first pages (R,), of those filled afterwards (R,).
 
-        The last slot, which no request has, takes what is not to be written.
-        """
-        slot = claim.slot.long()
-        beside = slot + slots + 1
-        before = torch.where(self.places[0], beside, slot)[self.open]
-        first, last = torch.where(self.places[1], slot, slots), torch.where(self.places[2], beside, slots)
-        return before, first, last
+class PlacedPrompts(NamedTuple):
+    """Requests with several tokens and their slots.
+
+    Attributes:
+        prompts: the requests.
+        slot: i32 (R,).
+        windows: i32 (3, R), see ``shifts`` of `WindowPrompts`.
+        columns: i32 (O, `PAGE`), where tokens of ``opened`` lie in `side_by_side` windows.
+    """
+
+    prompts: WindowPrompts
+    slot: Tensor
+    windows: Tensor
+    columns: Tensor
 
 
 class WindowPages(LayerPages):
@@ -283,7 +273,7 @@ class WindowPages(LayerPages):
         self.slots = windows[0].shape[0] // 2 - 1
         (keys, values), half = windows, self.slots + 1
         self.windows = [keys[:half], values[:half], keys[half:], values[half:]]
-        self._batch: tuple[WindowPrompts, Claim, list[Tensor]] | None = None
+        self._batch: tuple[PlacedPrompts, list[Tensor]] | None = None
 
     def take_step(self, query: Tensor, key: Tensor, value: Tensor, rows: WindowSteps) -> None:
         """Stores one token of each request, (R, H, D), and seals the pages that are full."""
@@ -295,40 +285,34 @@ class WindowPages(LayerPages):
         sources = [side_by_side(window, len(claim.slot)) for window in self.tails]
         self._seal_whole(rows.table, rows.start, rows.full, sources, rows.columns, weight)
 
-    def take_prompts(self, query: Tensor, key: Tensor, value: Tensor, prompts: WindowPrompts, claim: Claim) -> None:
-        """Stores the new tokens of requests, (n, Hq, D) and (n, H, D), and seals the pages that are full."""
-        before, first, last = prompts.windows(claim, self.slots)
-        sources, opened = [], []
-        rotations = self.form.rotate_keys, self.form.rotate_values
-        for x, rotation, window in zip((key, value), rotations, self.tails, strict=True):
-            source = hadamard(x, rotation).to(window.dtype).transpose(0, 1)
-            if len(before):
-                opened.append(window[before])
-                source = torch.cat([source, opened[-1].transpose(0, 1).flatten(1, 2)], 1)
-            sources.append(source)
-        weight = None
-        if self.sums is not None:
-            weight = self._weights(query, prompts, claim)
-        count = len(prompts.full)
-        if count:
-            given = [source.expand(count, -1, -1, -1) for source in sources]
-            zero = torch.zeros_like(prompts.full)
-            self._seal_whole(prompts.blocks, zero, prompts.full, given, prompts.columns, weight)
-        for source, window in zip(sources, self.tails, strict=True):
-            window[first] = source[:, prompts.first].transpose(0, 1)
-            window[last] = source[:, prompts.last].transpose(0, 1)
-        self._batch = prompts, claim, opened
+    def take_prompts(self, query: Tensor, key: Tensor, value: Tensor, rows: PlacedPrompts) -> None:
+        """Stores the new tokens of requests, (n, Hq, D) and (n, H, D), and seals the pages that are full.
 
-    def _weights(self, query: Tensor, prompts: WindowPrompts, claim: Claim) -> Tensor:
-        """Mean magnitudes of queries of each page that is filled, f32 (P, H, D); keeps the sums of what is left."""
-        assert self.sums is not None
-        (sums, counts), slot, filled = self.sums, claim.slot.long(), len(prompts.full)
-        given = query.transpose(0, 1)[None]
-        row, begin, end = prompts.ranges.unbind()
-        found = kernels.query_sums(given, row, begin, end, prompts.most, sums.shape[1])
-        found = found + torch.where(prompts.carried, sums[slot[prompts.owner]], 0.0)
-        sums[slot], counts[:, slot] = found[filled:], prompts.left.expand(len(counts), -1)
-        return (found[:filled] / PAGE).float()
+        Until `finish_prompts`, windows of pages that were being filled hold what these held before.
+        """
+        prompts, sources, weight = rows.prompts, self._rotated(key, value), None
+        self._batch = rows, sources
+        if prompts.before is not None:
+            kernels.place(sources[0], sources[1], self.tails, rows.windows[1], prompts.before)
+        full, opened = prompts.rows.writes, prompts.opened
+        count = len(full.new)
+        if self.sums is not None:
+            weight = kernels.page_weights(query, prompts.sums, rows.slot, *self.sums, count + len(opened.new), PAGE)
+        if count:
+            given = [source.transpose(0, 1).expand(count, -1, -1, -1) for source in sources]
+            own = None if weight is None else weight[:count]
+            self._seal_whole(full.table, full.past, full.new, given, full.columns, own)
+        if len(opened.new):
+            given = [side_by_side(window, len(opened.new)) for window in self.tails]
+            own = None if weight is None else weight[count:]
+            self._seal_whole(opened.table, opened.past, opened.new, given, rows.columns, own)
+
+    def finish_prompts(self) -> None:
+        """Keeps tokens of pages that are begun, when all requests of a batch have attended."""
+        assert self._batch is not None
+        (rows, sources), self._batch = self._batch, None
+        if rows.prompts.after is not None:
+            kernels.place(sources[0], sources[1], self.tails, rows.windows[2], rows.prompts.after)
 
     def restore(self, table: Tensor, claim: Claim) -> None:
         """Fills the first pages of requests that are new to their slots."""
@@ -342,24 +326,9 @@ class WindowPages(LayerPages):
         found = kernels.decode_attention(query[:, :, None], rows.counters, self.windows, runs, *rest, rows=slot)
         return found[:, :, 0]
 
-    def _held(self, at: int, rows: Prompts, row: int) -> Tensor:
+    def _held(self) -> Sequence[Tensor]:
         assert self._batch is not None
-        prompts, claim, opened = self._batch
-        held, parts = rows.held[row], []
-        start = held // PAGE * PAGE
-        if start:
-            (keys, values), slot = self.parts, claim.slot[row : row + 1].long()
-            windows = [*(window[slot] for window in self.windows[:2]), *(window[:1] for window in self.windows[2:])]
-            # The second block and those behind it; where there is none, any.
-            blocks = rows.table[row, min(1, start // PAGE - 1) : max(start // PAGE, 1)][None].contiguous()
-            runs = [blocks, *keys, *values]
-            found = kernels.gather_rows(prompts.counters[row], windows, runs, start, self.form, SIDES[at])
-            parts.append(found[0].transpose(0, 1))
-        if held > start:
-            rotation = (self.form.rotate_keys, self.form.rotate_values)[at]
-            own = opened[at][prompts.order[row], :, : held - start]
-            parts.append(hadamard(own, rotation, back=True).transpose(0, 1))
-        return torch.cat(parts)
+        return self._batch[0].windows[:2], *self.tails
 
     def _seal_whole(
         self,

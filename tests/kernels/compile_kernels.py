@@ -323,6 +323,13 @@ def step_in_slots(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, 
     attend_and_seal(asked, asked, 1, AttentionArguments(0.1), state, plan)
     pages = [torch.zeros(slots, heads, unit, dim, dtype=dtype) for _ in SIDES]
     kernels.restore(pages, state.flat_runs(), numbers[0], numbers[0], numbers[0], form)
+    # Prompts of an engine, with windows and without.
+    new, asked = (torch.zeros(7, count * heads, dim, dtype=dtype) for count in (1, 4))
+    units, requests = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(8, rows, dtype=torch.int32)
+    for held in ((numbers[:2].contiguous(), *pages), ()):
+        kernels.gather_requests(new, new, units, requests[:4], state.flat_runs(), held, 9, form)
+    kernels.place(new, new, pages, numbers[0], requests[:3])
+    kernels.page_weights(asked, requests, numbers[0], sums, state.counts, 1, unit)
 
 
 IN_SLOTS = (

@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hfkvq.kernels import PageFormat, RunView, StoreFormat, gather_rows, hadamard
+from hfkvq.kernels import (
+    PageFormat,
+    RunView,
+    StoreFormat,
+    dequantize_pages,
+    gather_requests,
+    gather_rows,
+    hadamard,
+    quantize_pages,
+)
 from hfkvq.kernels.dispatch import reference
 from hfkvq.kernels.hadamard import rotation
 from hfkvq.kernels.pages import split_runs
@@ -231,3 +240,84 @@ def test_opcheck(backend):
             x.nan_to_num_(0.0)
     arguments = (counters, windows, runs, 100, layer.case.store.spec, "keys")
     torch.library.opcheck(torch.ops.hfkvq.gather_rows.default, arguments)
+
+
+REQUESTS = ["4t128p32f2/4t128p32", "2c16p32+4x16/2t128p32", "2c32p32n/4t32p32n", "8t128p32/8t32p32", "4t128p24/2t32p24"]
+
+
+def requests_of(spec, dtype, windowed, rotate=(128, 32), strided=True):
+    """What four requests hold: some pages and some of another, nothing, whole pages only, and less than a page."""
+    torch.manual_seed(0)
+    store = StoreFormat.parse(f"s0;k{rotate[0]};v{rotate[1]};{spec}")
+    heads, dim, page = 2, 128, store.runs[0][0].page_size
+    held, new = [2 * page + 5, 0, 3 * page, page - 3], [page, 3, 1, 9]
+    run = [torch.randperm(17)[:16].view(4, 4).int()]
+    for fmt, side in zip(store.runs[0], ("keys", "values"), strict=True):
+        widths = torch.full((17, heads, dim), fmt.bits, dtype=torch.uint8).index_fill_(2, torch.arange(3, 19), 4)
+        made = quantize_pages(torch.randn(17, heads, page, dim), fmt, side, widths if fmt.raised else None)
+        run += [part.contiguous() for part in made]
+    windows = []
+    if windowed:
+        windows = [torch.randperm(8).view(2, 4).int(), *(torch.randn(8, heads, page, dim).to(dtype) for _ in range(2))]
+    # Requests are wanted in an order of their own, and one of them is not.
+    wanted, requests, begin = [2, 0, 3], torch.zeros(4, 4, dtype=torch.int32), 0
+    for row in wanted:
+        total = held[row] + new[row]
+        requests[:, row] = torch.tensor([begin, held[row], total, sum(new[:row])])
+        begin += total
+    units = [(row, block) for row in wanted for block in range(-(-int(requests[2, row]) // page))]
+    whole = torch.randn(sum(new), 3, heads, dim).to(dtype)
+    fresh = [whole[:, at] if strided else whole[:, at].contiguous() for at in (0, 2)]
+    return store, fresh, torch.tensor(units, dtype=torch.int32).T.contiguous(), requests, run, windows, begin
+
+
+def gather_on(device, store, fresh, units, requests, run, windows, tokens):
+    moved = (
+        [x.to(device) for x in (*fresh, units, requests)],
+        [x.to(device) for x in run],
+        [x.to(device) for x in windows],
+    )
+    return [x.cpu() for x in gather_requests(*moved[0], moved[1], moved[2], tokens, store)]
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_requests_by_hand(backend, windowed):
+    """Each token of the requests is where attention looks for it."""
+    given = requests_of("4t128p32/2t128p32", torch.float32, windowed, (0, 0))
+    store, fresh, _, requests, run, windows, tokens = given
+    found = gather_on(backend, *given)
+    for at, side, parts in ((0, "keys", run[1:4]), (1, "values", run[4:])):
+        expected = torch.empty(tokens, *fresh[at].shape[1:])
+        for row in (2, 0, 3):
+            begin, held, end, new = requests[:, row].tolist()
+            for token in range(end):
+                block, slot = divmod(token, 32)
+                if token >= held:
+                    own = fresh[at][new + token - held]
+                elif windowed and (block == 0 or block == held // 32):
+                    own = windows[1 + at][windows[0][int(block > 0), row], :, slot]
+                else:
+                    page = [part[run[0][row, block], None] for part in parts]
+                    own = dequantize_pages(page, store.runs[0][at], side, 128)[0, :, slot]
+                expected[begin + token] = own
+        assert torch.equal(found[at], expected)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spec", REQUESTS)
+def test_requests_of_kernel_and_reference(triton_backend, spec, dtype, windowed):
+    given = requests_of(spec, dtype, windowed, strided=dtype != torch.float16)
+    store, fresh, units, requests, run, windows, tokens = given
+    expected = reference("gather_requests")(*fresh, units, requests, run, windows, tokens, store.spec)
+    found = gather_on(triton_backend, *given)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.interpreted
+def test_opcheck_of_requests(backend):
+    store, fresh, *rest = requests_of("4t128p32/2t128p32", torch.float32, True)
+    units, requests, run, windows, tokens = rest
+    torch.library.opcheck(
+        torch.ops.hfkvq.gather_requests.default, (*fresh, units, requests, run, windows, tokens, store.spec)
+    )

@@ -42,6 +42,9 @@ def test_kernel_equals_reference_to_the_bit(backend, dtype, head_dim, block):
     expected = reference("hadamard")(x, block)
     assert torch.equal(hadamard(x.to(backend), block).cpu(), expected)
     assert torch.equal(hadamard(x[:, :, 3:4].to(backend), block).cpu(), expected[:, :, 3:4])
+    # Tokens of a projection that is shared with others.
+    own = torch.randn(4, 5, 3, head_dim).to(dtype).to(backend)[:, 1:4]
+    assert torch.equal(hadamard(own, block).cpu(), reference("hadamard")(own.cpu(), block))
 
 
 def test_random_signs():

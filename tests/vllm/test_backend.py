@@ -278,6 +278,39 @@ def share_prefixes(engine):
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("together", [32768, 700, 1])
+@pytest.mark.parametrize("scheme", ["saw-int4", "kitty-pro", "best-2.5", "kvarn-k4v2"])
+def test_requests_behind_prefixes_attend_together(backend, monkeypatch, scheme, together):
+    """Prefix hits, chunks that begin in a page, prompts and steps in one batch: what is held is gathered at once."""
+    monkeypatch.setenv("HFKVQ_SCHEME", scheme)
+    monkeypatch.setattr("hfkvq.vllm.pages.TOGETHER", together)
+    engine = Engine(backend, monkeypatch)
+    engine.random({"a": 300, "b": 130, "c": 260})
+    for name in ("p", "q"):
+        engine.blocks[name], engine.held[name] = engine.blocks["a"][:2], 256
+        engine.history[name] = [x[:256] for x in engine.history["a"]]
+    gathered, gather = [], backend.kernels.gather_requests
+    monkeypatch.setattr(backend.kernels, "gather_requests", lambda *given: gathered.append(given[6]) or gather(*given))
+    # A chunk that fills two pages, one that fills a page to its end, one that does not; two hits, and a prompt.
+    for counts in (
+        {"c": 1, "a": 180, "p": 70, "b": 3, "n": 140, "q": 128},
+        {"a": 1, "b": 123, "p": 2, "n": 116, "q": 9},
+    ):
+        out, expected = engine.random(counts)
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+        several = [count for name, count in counts.items() if count > 1]
+        totals = [engine.held[name] for name, count in counts.items() if count > 1]
+        if together == 32768:
+            assert gathered == [sum(totals)]
+        else:
+            assert 1 < len(gathered) <= len(several)
+            assert max(gathered) <= max(together, *totals)
+        gathered.clear()
+    for counts in ({"a": 1, "b": 1, "p": 1, "n": 1, "q": 1},):
+        out, expected = engine.random(counts)
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
 def test_a_request_shares_what_others_fill_in_the_same_batch(backend, monkeypatch):
     monkeypatch.setenv("HFKVQ_SCHEME", "best-2.5")
     engine = Engine(backend, monkeypatch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -150,6 +150,24 @@ def page_kinds(fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: to
     if fmt.bits == 8:
         named["codes"] = MockTensor(torch.uint8)
     return Page(*map(named.get, Page._fields))
+
+
+def page_nest(formats: Sequence[PageFormat], begin: int) -> Callable[[Sequence[Any]], list[Page]]:
+    """Makes pages of keys and of values of a launch's tensors, or of their addresses, from place ``begin`` on."""
+    places = []
+    for fmt in formats:
+        places.append([begin + fmt.names.index(name) if name in fmt.names else None for name in Page._fields])
+        begin += len(fmt.names)
+
+    def pages(given: Sequence[Any]) -> list[Page]:
+        found = [[None if i is None else given[i] for i in side] for side in places]
+        for page, fmt in zip(found, formats, strict=True):
+            if isinstance(page[0], Tensor) and fmt.bits == 8:
+                # Bytes stand in for fp8, a type that some GPUs lack.
+                page[0] = page[0].view(torch.uint8)
+        return [Page(*page) for page in found]
+
+    return pages
 
 
 def page_shape(fmt: PageFormat, side: Side, head_dim: int) -> PageShape:

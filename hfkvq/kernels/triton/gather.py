@@ -7,6 +7,7 @@ windows and its padding, is left to programs that follow the result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..decode import RUNS
 from ..dispatch import reference
 from ..hadamard import factor_of
-from ..pages import PageFormat, Side, StoreFormat, split_runs
+from ..pages import SIDES, PageFormat, Side, StoreFormat, split_runs
 from ._lib import (
     DOT_DTYPES,
     cdiv,
@@ -25,12 +26,14 @@ from ._lib import (
     on_device,
     page_block,
     page_kinds,
+    page_nest,
     page_shape,
     page_tensors,
     power,
 )
 from .compile import Wanted
 from .hadamard import saturated, turned
+from .launch import Launch
 
 TILE, WARPS = 4096, 4
 """Elements of a page that a program takes, and its warps."""
@@ -40,19 +43,17 @@ LOOPS = 16
 
 
 @triton.jit
-def store_columns(
-    out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D: tl.constexpr, ROTATE: tl.constexpr, BT: tl.constexpr,
-    BD: tl.constexpr,
-):  # fmt: skip
-    """Rotates tokens [BT, BD] back, and stores them in their logical columns."""
+def store_tokens(
+    out, b_x, o_row, m_t, rotation, D: tl.constexpr, ROTATE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
+):
+    """Rotates tokens [BT, BD] back, and stores them in rows of D elements."""
     if ROTATE > 0:
         H: tl.constexpr = ROTATE % 65536
         b_x = tl.reshape(b_x.to(tl.float32), (BT * BD // H, H))
         b_x = tl.reshape(turned(b_x, ROTATE, BT * BD // H, True) * rotation, (BT, BD))
-        b_x = saturated(b_x, out.dtype.element_ty)
+    b_x = saturated(b_x, out.dtype.element_ty)
     o_d = tl.arange(0, BD)
-    p_out = out + (i_bh * COLUMNS + o_column)[:, None] * D + o_d[None, :]
-    tl.store(p_out, b_x.to(out.dtype.element_ty), mask=m_t[:, None] & (o_d < D)[None, :])
+    tl.store(out + o_row[:, None] * D + o_d[None, :], b_x, mask=m_t[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["B", "N", "COLUMNS"])
@@ -92,10 +93,10 @@ def gather_pages_kernel(
         if i_page * G + i_slot + BT <= n:
             m_t = tl.full([BT], 1, tl.int1)
             b_x = load_page_in_order(page, i_head, i_slot, m_t, SHAPE, BT, BD)
-            store_columns(out, b_x, i_bh, o_column, m_out, COLUMNS, rotation, SHAPE.D, ROTATE, BT, BD)
+            store_tokens(out, b_x, i_bh * COLUMNS + o_column, m_out, rotation, SHAPE.D, ROTATE, BT, BD)
             return
     b_x = load_page_in_order(page, i_head, i_slot, m_t, SHAPE, BT, BD)
-    store_columns(out, b_x, i_bh, o_column, m_out, COLUMNS, rotation, SHAPE.D, ROTATE, BT, BD)
+    store_tokens(out, b_x, i_bh * COLUMNS + o_column, m_out, rotation, SHAPE.D, ROTATE, BT, BD)
 
 
 @triton.jit(do_not_specialize=["B", "W", "COLUMNS"])
@@ -139,7 +140,7 @@ def gather_windows_kernel(
             if RUNS > 1:
                 # Tokens of pages may stand before the row's start, and zeros are there already.
                 m_t = m_t & (o_x >= 0)
-            store_columns(out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D, ROTATE, BT, BD)
+            store_tokens(out, b_x, i_bh * COLUMNS + o_column, m_t, rotation, D, ROTATE, BT, BD)
 
 
 def _constants(form: StoreFormat, side: Side, heads: int, head_dim: int) -> dict[str, Any]:
@@ -225,3 +226,146 @@ def gather_rows_triton(
             **common,
         )
     return out.to(sink.dtype)
+
+
+@triton.jit
+def gather_unit(
+    out, x, window, page, o_row, i_window, i_head, i_slot, i_h, i_sealed, i_held, i_end, s_t, s_h, H, rotation,
+    WINDOWED: tl.constexpr, SHAPE: tl.constexpr, ROTATE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """BT tokens of one head of a request's block: sealed ones, those in a window, and new ones.
+
+    Args:
+        x: the block's first token among the new ones.
+        o_row: rows of the result, [BT].
+        i_window: head of a window.
+        i_head: head of a page.
+        i_slot: the first token's place in the block.
+        i_sealed: tokens of the block that its page holds; the window holds the others up to ``i_held``, and new ones
+            are the others up to ``i_end``.
+    """
+    D: tl.constexpr = SHAPE.D
+    G: tl.constexpr = SHAPE.G
+    o_t = i_slot + tl.arange(0, BT)
+    o_d = tl.arange(0, BD)
+    m_d = (o_d < D)[None, :]
+    if i_slot < i_sealed:
+        m_page = (o_t < i_sealed) & (o_t < G)
+        m_t = m_page
+        if WINDOWED and G % BT == 0:
+            # Pages are sealed whole: then none of their tokens is looked at.
+            m_t = tl.full([BT], 1, tl.int1)
+        b_x = load_page_in_order(page, i_head, i_slot, m_t, SHAPE, BT, BD)
+        store_tokens(out, b_x, o_row, m_page, rotation, D, ROTATE, BT, BD)
+    if WINDOWED:
+        if (i_slot + BT > i_sealed) & (i_slot < i_held):
+            m_window = (o_t >= i_sealed) & (o_t < i_held)
+            p_window = window + (i_window * G + o_t)[:, None] * D + o_d[None, :]
+            b_x = tl.load(p_window, mask=m_window[:, None] & m_d, other=0.0)
+            store_tokens(out, b_x, o_row, m_window, rotation, D, ROTATE, BT, BD)
+    if (i_slot + BT > i_held) & (i_slot < i_end):
+        m_new = (o_t >= i_held) & (o_t < i_end)
+        p_new = x + o_t.to(tl.int64)[:, None] * s_t + i_h * s_h + o_d[None, :]
+        b_new = tl.load(p_new, mask=m_new[:, None] & m_d, other=0.0)
+        store_tokens(out, b_new, o_row, m_new, 1.0, D, 0, BT, BD)
+
+
+@triton.jit(do_not_specialize=["N", "U", "R"])
+def gather_requests_kernel(
+    out_k, out_v, new_k, new_v, units, requests, windows, window_k, window_v, table, keys, values, N, U, R, s_k, s_v,
+    s_kh, s_vh, rotation_k, rotation_v, H: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    ROTATE_K: tl.constexpr, ROTATE_V: tl.constexpr, BT: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    """BT tokens of one head of a request's block, of keys or of values."""
+    G: tl.constexpr = KEYS.G
+    CHUNKS: tl.constexpr = (G + BT - 1) // BT
+    i_u, i_h = tl.program_id(0) // CHUNKS, tl.program_id(1)
+    i_slot = tl.program_id(0) % CHUNKS * BT
+    i_r = tl.load(units + i_u)
+    i_block = tl.load(units + U + i_u)
+    i_begin = tl.load(requests + i_r).to(tl.int64)
+    i_held = tl.load(requests + R + i_r) - i_block * G
+    i_end = tl.load(requests + 2 * R + i_r) - i_block * G
+    i_new = tl.load(requests + 3 * R + i_r).to(tl.int64)
+    if i_slot >= i_end:
+        return
+    i_end = tl.minimum(i_end, G)
+    i_new -= i_held
+    i_held = tl.minimum(tl.maximum(i_held, 0), G)
+    i_sealed = i_held
+    i_window = i_h.to(tl.int64)
+    WINDOWED: tl.constexpr = windows is not None
+    if WINDOWED:
+        i_sealed = tl.where((i_block == 0) | (i_held < G), 0, G)
+        i_window += tl.load(windows + tl.where(i_block == 0, 0, R) + i_r).to(tl.int64) * H
+    i_head = tl.load(table + i_r.to(tl.int64) * N + i_block).to(tl.int64) * H + i_h
+    o_row = (i_begin + i_block * G + i_slot + tl.arange(0, BT)) * H + i_h
+    if tl.program_id(2) == 0:
+        gather_unit(
+            out_k, new_k + i_new * s_k, window_k, keys, o_row, i_window, i_head, i_slot, i_h, i_sealed, i_held, i_end,
+            s_k, s_kh, H, rotation_k, WINDOWED, KEYS, ROTATE_K, BT, BDK,
+        )  # fmt: skip
+    else:
+        gather_unit(
+            out_v, new_v + i_new * s_v, window_v, values, o_row, i_window, i_head, i_slot, i_h, i_sealed, i_held, i_end,
+            s_v, s_vh, H, rotation_v, WINDOWED, VALUES, ROTATE_V, BT, BDV,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _requests_launch(
+    store: str,
+    heads: int,
+    dims: tuple[int, int],
+    strides: tuple[int, ...],
+    sizes: tuple[int, int, int],
+    windowed: bool,
+    device: torch.device,
+) -> Launch:
+    """Takes results, new tokens, units, requests, windows if there are any, the table, and pages."""
+    form = StoreFormat.parse(store)
+    formats, (units, requests, blocks) = form.runs[0], sizes
+    block = min(page_block(fmt, dim, TILE, 1) for fmt, dim in zip(formats, dims, strict=True))
+    shapes = [page_shape(fmt, side, dim) for fmt, side, dim in zip(formats, SIDES, dims, strict=True)]
+    # The reference multiplies and adds, and rounds both.
+    constants = {"H": heads, "KEYS": shapes[0], "VALUES": shapes[1], "BT": block, "enable_fp_fusion": False}
+    constants |= {"BDK": max(16, power(dims[0])), "BDV": max(16, power(dims[1]))}
+    constants |= {"ROTATE_K": form.rotate_keys, "ROTATE_V": form.rotate_values}
+    numbers = {"N": blocks, "U": units, "R": requests}
+    numbers |= {"rotation_k": factor_of(form.rotate_keys), "rotation_v": factor_of(form.rotate_values)}
+    numbers |= dict(zip(("s_k", "s_kh", "s_v", "s_vh"), strides, strict=True))
+    begin = 10 if windowed else 7
+    pages = page_nest(formats, begin)
+
+    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
+        windows = given[6:9] if windowed else (None,) * 3
+        return (*given[:6], *windows, given[begin - 1], *pages(given))
+
+    grid = (units * cdiv(formats[0].page_size, block), heads, 2)
+    return Launch(gather_requests_kernel, grid, numbers, {**constants, "num_warps": WARPS}, device, nest)
+
+
+def gather_requests_triton(
+    keys: Tensor,
+    values: Tensor,
+    units: Tensor,
+    requests: Tensor,
+    run: Sequence[Tensor],
+    windows: Sequence[Tensor],
+    tokens: int,
+    store: str,
+) -> tuple[Tensor, Tensor]:
+    """Launcher of `hfkvq.kernels.gather_requests`; what the interpreter would truncate takes the reference."""
+    if keys.dtype not in DOT_DTYPES or (not keys.is_cuda and keys.dtype == torch.bfloat16):
+        return reference("gather_requests")(keys, values, units, requests, run, windows, tokens, store)
+    table, *parts = run
+    assert all([x.is_contiguous() for x in (*parts, *windows)]), "pages and windows are contiguous"
+    keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
+    out = [torch.empty((tokens, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in (keys, values)]
+    if units.shape[1]:
+        heads, dims = keys.shape[1], (keys.shape[2], values.shape[2])
+        sizes = units.shape[1], requests.shape[1], table.shape[1]
+        strides = *keys.stride()[:2], *values.stride()[:2]
+        launch = _requests_launch(store, heads, dims, strides, sizes, bool(windows), keys.device)
+        launch(*out, keys, values, units.contiguous(), requests.contiguous(), *windows, table.contiguous(), *parts)
+    return out[0], out[1]

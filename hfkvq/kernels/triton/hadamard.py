@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from ..hadamard import block_of, factor_of
 from ..hadamard import saturated as rounded
-from ._lib import F16_MAX, cdiv, on_device
+from ._lib import F16_MAX, cdiv
 from .chance import chance
 from .compile import Wanted
 from .launch import Launch
@@ -68,16 +70,18 @@ def saturated(b_x, dtype: tl.constexpr):
     return b_x.to(dtype)
 
 
-@triton.jit(do_not_specialize=["ROWS"])
-def hadamard_kernel(x, y, ROWS, scale, ROTATE: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr):
-    """BR blocks of channels."""
+@triton.jit(do_not_specialize=["ROWS", "INNER"])
+def hadamard_kernel(x, y, ROWS, INNER, stride, scale, ROTATE: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr):
+    """BR blocks of channels; INNER of them lie side by side in ``x``, and the next ones a stride further."""
     H: tl.constexpr = ROTATE % 65536
-    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    o_r = tl.program_id(0) * BR + tl.arange(0, BR)
+    o_d = tl.arange(0, H)[None, :]
     # [BR, H]
-    o_x = o_r[:, None] * H + tl.arange(0, H)[None, :]
-    m_x = (o_r < ROWS)[:, None] & (tl.arange(0, H) < H)[None, :]
-    b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)
-    tl.store(y + o_x, saturated(turned(b_x, ROTATE, BR, BACK) * scale, y.dtype.element_ty), mask=m_x)
+    m_x = (o_r < ROWS)[:, None] & (o_d < H)
+    p_x = x + (o_r // INNER).to(tl.int64) * stride + o_r % INNER * H
+    b_x = tl.load(p_x[:, None] + o_d, mask=m_x, other=0.0).to(tl.float32)
+    b_x = saturated(turned(b_x, ROTATE, BR, BACK) * scale, y.dtype.element_ty)
+    tl.store(y + o_r.to(tl.int64)[:, None] * H + o_d, b_x, mask=m_x)
 
 
 @triton.jit
@@ -109,23 +113,30 @@ def turn_back_launch(blocks: int, rotate: int, dependent: bool, device: torch.de
     return Launch(turn_back_kernel, (blocks,), {"norm": factor_of(rotate)}, constants, device)
 
 
+@lru_cache(maxsize=256)
+def _launch(rows: int, inner: int, stride: int, rotate: int, back: bool, device: torch.device) -> Launch:
+    """Takes what is rotated, and the result."""
+    block = block_of(rotate)
+    constants = {"ROTATE": rotate, "BACK": back, "BR": max(1, 2048 // block)}
+    numbers = {"ROWS": rows, "INNER": inner, "stride": stride, "scale": factor_of(rotate)}
+    return Launch(hadamard_kernel, (cdiv(rows, constants["BR"]),), numbers, constants, device)
+
+
 def hadamard_triton(x: Tensor, rotate: int, back: bool = False) -> Tensor:
     """Launcher of `hfkvq.kernels.hadamard`."""
-    block = block_of(rotate)
-    blocks = x.reshape(-1, block).contiguous()
     # Triton's interpreter truncates where bf16 should be rounded.
-    out = torch.empty_like(blocks, dtype=x.dtype if x.is_cuda else torch.float32)
-    rows = max(1, 2048 // block)
-    if blocks.shape[0]:
-        with on_device(x):
-            grid = (cdiv(blocks.shape[0], rows),)
-            hadamard_kernel[grid](
-                x=blocks, y=out, ROWS=blocks.shape[0], scale=block**-0.5, ROTATE=rotate, BACK=back, BR=rows
-            )
-    return (out if x.is_cuda else rounded(out, x.dtype)).view(x.shape)
+    out = torch.empty(x.shape, dtype=x.dtype if x.is_cuda else torch.float32, device=x.device)
+    if x.numel():
+        # Tokens of a projection that is shared with queries lie apart, and are not copied for that.
+        tokens = x.dim() > 1 and x.select(0, 0).is_contiguous()
+        x = x if tokens else x.contiguous()
+        inner, stride = (x[0].numel(), x.stride(0)) if tokens else (x.numel(), x.numel())
+        block = block_of(rotate)
+        _launch(x.numel() // block, inner // block, stride, rotate, back, x.device)(x, out)
+    return out if x.is_cuda else rounded(out, x.dtype)
 
 
 def hadamard_wanted(dtype: torch.dtype, rotate: int) -> Wanted:
     """The variant for tensors of a dtype."""
     constants = {"ROTATE": rotate, "BACK": False, "BR": max(1, 2048 // block_of(rotate))}
-    return Wanted(hadamard_kernel, (dtype, dtype, 1, factor_of(rotate)), constants)
+    return Wanted(hadamard_kernel, (dtype, dtype, 1, 1, 16, factor_of(rotate)), constants)

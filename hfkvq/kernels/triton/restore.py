@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..dispatch import reference
 from ..pages import SIDES, StoreFormat
-from ._lib import DOT_DTYPES, Page, cdiv, load_page_in_order, page_block, page_shape, power
+from ._lib import DOT_DTYPES, cdiv, load_page_in_order, page_block, page_nest, page_shape, power
 from .hadamard import saturated
 from .launch import Launch
 
@@ -65,18 +65,10 @@ def _launch(store: str, heads: int, dims: tuple[int, int], rows: int, blocks: in
     # The reference multiplies and adds, and rounds both.
     constants = {"H": heads, "KEYS": shapes[0], "VALUES": shapes[1], "BT": block, "enable_fp_fusion": False}
     constants |= {"BDK": max(16, power(dims[0])), "BDV": max(16, power(dims[1]))}
-    at, begin = [], 6
-    for fmt in formats:
-        at.append([begin + fmt.names.index(name) if name in fmt.names else None for name in Page._fields])
-        begin += len(fmt.names)
+    pages = page_nest(formats, 6)
 
     def nest(given: Sequence[Any]) -> tuple[Any, ...]:
-        pages = [[None if i is None else given[i] for i in side] for side in at]
-        for page, fmt in zip(pages, formats, strict=True):
-            if isinstance(page[0], Tensor) and fmt.bits == 8:
-                # Bytes stand in for fp8, a type that some GPUs lack.
-                page[0] = page[0].view(torch.uint8)
-        return (*given[:6], *(Page(*page) for page in pages))
+        return (*given[:6], *pages(given))
 
     grid = (cdiv(formats[0].page_size, block), rows * heads)
     return Launch(restore_kernel, grid, {"N": blocks}, {**constants, "num_warps": WARPS}, device, nest)
