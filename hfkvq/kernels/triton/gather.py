@@ -230,7 +230,7 @@ def gather_rows_triton(
 
 @triton.jit
 def gather_unit(
-    out, x, window, page, o_row, i_window, i_head, i_slot, i_h, i_sealed, i_held, i_end, s_t, s_h, H, rotation,
+    out, x, window, page, o_row, i_window, i_head, i_slot, i_h, m_sealed, i_held, i_end, s_t, s_h, rotation,
     WINDOWED: tl.constexpr, SHAPE: tl.constexpr, ROTATE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """BT tokens of one head of a request's block: sealed ones, those in a window, and new ones.
@@ -241,28 +241,27 @@ def gather_unit(
         i_window: head of a window.
         i_head: head of a page.
         i_slot: the first token's place in the block.
-        i_sealed: tokens of the block that its page holds; the window holds the others up to ``i_held``, and new ones
-            are the others up to ``i_end``.
+        m_sealed: whether a page holds the block where there are windows, and not the window.
+        i_held: tokens of the block that are held; those behind them, up to ``i_end``, are new.
     """
     D: tl.constexpr = SHAPE.D
     G: tl.constexpr = SHAPE.G
     o_t = i_slot + tl.arange(0, BT)
     o_d = tl.arange(0, BD)
     m_d = (o_d < D)[None, :]
-    if i_slot < i_sealed:
-        m_page = (o_t < i_sealed) & (o_t < G)
-        m_t = m_page
-        if WINDOWED and G % BT == 0:
+    if i_slot < i_held:
+        m_t = (o_t < i_held) & (o_t < G)
+        if not WINDOWED:
+            b_x = load_page_in_order(page, i_head, i_slot, m_t, SHAPE, BT, BD).to(tl.float32)
+        elif m_sealed:
             # Pages are sealed whole: then none of their tokens is looked at.
-            m_t = tl.full([BT], 1, tl.int1)
-        b_x = load_page_in_order(page, i_head, i_slot, m_t, SHAPE, BT, BD)
-        store_tokens(out, b_x, o_row, m_page, rotation, D, ROTATE, BT, BD)
-    if WINDOWED:
-        if (i_slot + BT > i_sealed) & (i_slot < i_held):
-            m_window = (o_t >= i_sealed) & (o_t < i_held)
+            m_page = o_t < G if G % BT else tl.full([BT], 1, tl.int1)
+            b_x = load_page_in_order(page, i_head, i_slot, m_page, SHAPE, BT, BD).to(tl.float32)
+        else:
             p_window = window + (i_window * G + o_t)[:, None] * D + o_d[None, :]
-            b_x = tl.load(p_window, mask=m_window[:, None] & m_d, other=0.0)
-            store_tokens(out, b_x, o_row, m_window, rotation, D, ROTATE, BT, BD)
+            b_x = tl.load(p_window, mask=m_t[:, None] & m_d, other=0.0).to(tl.float32)
+        # One copy of what rotates back is enough to compile.
+        store_tokens(out, b_x, o_row, m_t, rotation, D, ROTATE, BT, BD)
     if (i_slot + BT > i_held) & (i_slot < i_end):
         m_new = (o_t >= i_held) & (o_t < i_end)
         p_new = x + o_t.to(tl.int64)[:, None] * s_t + i_h * s_h + o_d[None, :]
@@ -292,23 +291,22 @@ def gather_requests_kernel(
     i_end = tl.minimum(i_end, G)
     i_new -= i_held
     i_held = tl.minimum(tl.maximum(i_held, 0), G)
-    i_sealed = i_held
+    m_sealed = (i_block > 0) & (i_held == G)
     i_window = i_h.to(tl.int64)
     WINDOWED: tl.constexpr = windows is not None
     if WINDOWED:
-        i_sealed = tl.where((i_block == 0) | (i_held < G), 0, G)
         i_window += tl.load(windows + tl.where(i_block == 0, 0, R) + i_r).to(tl.int64) * H
     i_head = tl.load(table + i_r.to(tl.int64) * N + i_block).to(tl.int64) * H + i_h
     o_row = (i_begin + i_block * G + i_slot + tl.arange(0, BT)) * H + i_h
     if tl.program_id(2) == 0:
         gather_unit(
-            out_k, new_k + i_new * s_k, window_k, keys, o_row, i_window, i_head, i_slot, i_h, i_sealed, i_held, i_end,
-            s_k, s_kh, H, rotation_k, WINDOWED, KEYS, ROTATE_K, BT, BDK,
+            out_k, new_k + i_new * s_k, window_k, keys, o_row, i_window, i_head, i_slot, i_h, m_sealed, i_held, i_end,
+            s_k, s_kh, rotation_k, WINDOWED, KEYS, ROTATE_K, BT, BDK,
         )  # fmt: skip
     else:
         gather_unit(
-            out_v, new_v + i_new * s_v, window_v, values, o_row, i_window, i_head, i_slot, i_h, i_sealed, i_held, i_end,
-            s_v, s_vh, H, rotation_v, WINDOWED, VALUES, ROTATE_V, BT, BDV,
+            out_v, new_v + i_new * s_v, window_v, values, o_row, i_window, i_head, i_slot, i_h, m_sealed, i_held, i_end,
+            s_v, s_vh, rotation_v, WINDOWED, VALUES, ROTATE_V, BT, BDV,
         )  # fmt: skip
 
 
