@@ -384,11 +384,12 @@ class Budget:
             ahead = min(pages - fewest, max(1, int(AHEAD * (pages - fewest))))
             return without(fewest + ahead), last, need + ahead * page
         least = self.peak(last, shape, rooms(True)[-1], tokens, extra) + more
+        forget = ", or let a new cache forget tokens (evict='snapkv')" if self.evict is None else ""
         raise ValueError(
             f"memory: {need} tokens in {shape.rows} rows need {format_bytes(least)} in the narrowest pages, but the "
             f"budget is {format_bytes(self.limit)}; nothing was changed. Give the cache more "
-            "(cache.memory_limit = ...), use fewer rows or a shorter text, pass a long prompt in chunks "
-            "(prefill_chunk_size), or let a new cache forget tokens (evict='snapkv')."
+            "(cache.memory_limit = ...), use fewer rows or a shorter text, or pass a long prompt in chunks "
+            f"(prefill_chunk_size){forget}."
         )
 
     def _pages_to_spare(self, cache: Any, shape: Shape, need: int = 0) -> tuple[int, int]:
@@ -453,12 +454,13 @@ class Budget:
         shape, rungs, room = self.choose(shape, need, tokens, rooms, extra, spare=spare)
         self._go(cache, shape, rungs, room)
 
-    def before_change(self, cache: Any, rows: int | None = None, copies: bool = False) -> None:
+    def before_change(self, cache: Any, rows: int | None = None, copies: bool = False, crops: int = 0) -> None:
         """Makes room for a change of rows or lengths, which holds the old and the new windows for a time.
 
         Args:
             rows: rows there will be; None for as many as there are.
             copies: whether pages are copied, though rows are as many.
+            crops: newest tokens that are taken back.
 
         Raises:
             ValueError: the budget is not enough. Nothing is changed then.
@@ -491,8 +493,9 @@ class Budget:
                 )
             held = [need]
         else:
-            # Tokens that are about to be taken back could not be, once others are forgotten.
-            spare, before = (0, 1) if rows is None else self._pages_to_spare(cache, shape), shape
+            # Tokens older than the window could not be taken back once others are forgotten.
+            keeps = self.evict is None or crops > self.evict.window
+            spare, before = (0, 1) if keeps else self._pages_to_spare(cache, shape), shape
             shape, rungs, room = self.choose(shape, need, 0, lambda _: held, "windows", spare=spare)
             held = held if shape == before else [room]
         if rungs != self.rungs or any(x.buffer.room > held[0] or x.buffer.tensor is None for x in layers):

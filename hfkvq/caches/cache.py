@@ -620,7 +620,7 @@ class MixedKVCache(Cache):
         tokens, beside = transactions.tokens_of(tokens_to_remove), self._beside("crop")
         if tokens < 0 or self.graphs is None or not self.graphs.rollback(tokens):
             if self.budget is not None and tokens > 0:
-                self.budget.before_change(self)
+                self.budget.before_change(self, crops=tokens)
             transactions.crop(self._parts, -tokens, beside)
             return
         for _, act in beside:

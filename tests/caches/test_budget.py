@@ -234,11 +234,11 @@ class History:
     def several(self):
         self.feed(self.random.randint(2, 16))
 
-    def change(self, act, rows=None, copies=False):
+    def change(self, act, rows=None, copies=False, crops=0):
         """A change of rows or lengths: what it makes is counted while it is made."""
 
         def run():
-            self.cache.budget.before_change(self.cache, rows, copies)
+            self.cache.budget.before_change(self.cache, rows, copies, crops)
             before = held(self.cache)
             with Live() as live:
                 act()
@@ -248,7 +248,7 @@ class History:
 
     def crop(self):
         tokens = self.random.randint(0, min(self.seen, 60))
-        if self.change(lambda: self.cache.crop(-tokens)):
+        if self.change(lambda: self.cache.crop(-tokens), crops=tokens):
             self.seen -= tokens
 
     def reorder(self):
@@ -491,6 +491,22 @@ def test_a_prompt_in_chunks_and_steps_of_generate_forget(shallow):
     turn = torch.cat([out, prompt(1, 50)], 1)
     out = shallow.generate(turn, past_key_values=cache, max_new_tokens=4, do_sample=False)
     assert cache.get_seq_length() == out.shape[1] - 1
+    cache.integrity_check()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize(
+    ("limit", "options"), [(1_440_000, {"prompt_lookup_num_tokens": 5}), (2_600_000, {"num_beams": 3})]
+)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_modes_that_change_rows_and_lengths_forget(shallow, limit, options, graphs):
+    cache = MixedKVCache(shallow, memory=limit, evict="snapkv", graphs=graphs)
+    ids = prompt(1, 60).repeat(1, 24)
+    options |= {"prefill_chunk_size": 60, "max_new_tokens": 24, "do_sample": False}
+    shallow.generate(ids, past_key_values=cache, **options)
+    assert cache.evicted
+    assert held(cache) <= limit
     cache.integrity_check()
 
 
