@@ -9,12 +9,15 @@ Parts, any of which may be left out (``--parts ladder steps fill``), into one JS
 - ``ladder``: KL divergence from `DynamicCache` after a prompt that came in 16 bits and went down step by step, as a
   cache does that fills up, at so many points of the ladder (``--points``); and of the presets. ``ratio`` is that to
   the preset of least divergence among those that take no more bytes. Bytes are of buffers without room ahead.
+  With ``--forget SHARE ...`` also of the ladder's end behind which the cache forgets (``evict="snapkv"``), so that such
+  shares of the prompt's tokens stay, and of ``snapkv`` over pages of best-2.5 with the same shares.
 - ``steps``: milliseconds of a captured step on the rungs that equal best-4.3 and best-2.5, beside these presets, in
-  turns.
+  turns. With ``--forget`` also on the last of these rungs of a cache that may forget, and so keeps its newest queries.
 - ``long`` (with ``--shape``): a long prompt, beside `DynamicCache`, on a device of which a part may be used.
 - ``fill``: a short prompt and many steps within a budget that makes the cache go down the whole ladder. ``above`` is
   the peak of PyTorch's allocator above weights, less what such steps take beside a cache with room (``beside``), and
-  must not exceed the budget. ``share`` is the time of all changes, captures included, of the whole.
+  must not exceed the budget. ``share`` is the time of all changes, captures included, of the whole. With ``--forget``
+  the budget is for half of the tokens, and the cache forgets the others.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from transformers import Cache, DynamicCache
 from evals.shapes import build, get_config
 from hfkvq import MixedKVCache
 from hfkvq.caches.budget import Budget, Rungs, Shape, layer_bytes
+from hfkvq.caches.eviction.forgetting import page_size
 from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.measure.divergence import measure, report
 from hfkvq.measure.divergence.naming import OtherCache
@@ -51,9 +55,10 @@ Record = dict[str, Any]
 
 
 class Stepping(Budget):
-    """Takes its cache down step by step, to ``rungs``, once a prompt is there."""
+    """Takes its cache down step by step, to ``target``, once a prompt is there; a share of its tokens stays."""
 
     target: Rungs
+    stays = 1.0
 
     def reserve(self, cache: Any, tokens: int, keys: Tensor | None = None) -> None:
         if cache._sync.seen and self.rungs != self.target:
@@ -65,31 +70,36 @@ class Stepping(Budget):
                 self._go(cache, shape, rungs, room)
                 if rungs == self.target:
                     break
+            page = page_size(cache.compressed_layers[0].held().state)
+            gone = int((1 - self.stays) * cache._sync.seen) // page * page
+            if gone:
+                self._go(cache, shape._replace(gone=gone), rungs, room)
         super().reserve(cache, tokens, keys)
 
 
-def stepped(model: Any, target: Rungs, order: Any) -> MixedKVCache:
-    """An empty cache that goes down to these rungs behind its prompt."""
-    cache = MixedKVCache(model, memory=MUCH, order=order)
-    cache.budget.__class__ = Stepping  # type: ignore[union-attr]
-    cache.budget.target = target  # type: ignore[union-attr]
+def stepped(model: Any, target: Rungs, order: Any, stays: float | None = None) -> MixedKVCache:
+    """An empty cache that goes down to these rungs behind its prompt; one that may forget if ``stays`` is given."""
+    cache = MixedKVCache(model, memory=MUCH, order=order, evict=None if stays is None else "snapkv")
+    budget: Any = cache.budget
+    budget.__class__ = Stepping
+    budget.target, budget.stays = target, 1.0 if stays is None else stays
     return cache
 
 
 class OnRungs(OtherCache):
     """A cache on given rungs, for `hfkvq.measure.divergence`."""
 
-    def __init__(self, target: Rungs, order: Any) -> None:
-        self.target, self.order = target, order
+    def __init__(self, target: Rungs, order: Any, stays: float | None = None) -> None:
+        self.target, self.order, self.stays = target, order, stays
 
     def to_dict(self) -> Record:
-        return {"rungs": self.target}
+        return {"rungs": self.target, "stays": self.stays}
 
     def check(self, config: Any) -> None:
         """Any model that a budget is for."""
 
     def prepare(self, model: Any, tokenizer: Any, tokens: Tensor) -> Callable[[], Cache]:
-        return lambda: stepped(model, self.target, self.order)
+        return lambda: stepped(model, self.target, self.order, self.stays)
 
     def held_bytes(self, cache: Any) -> float:
         return cache.memory().total
@@ -126,11 +136,20 @@ def ladder(model: Any, tokens: Tensor, names: Any, given: argparse.Namespace, or
     schemes = {name: preset.by_layer(layers) for name, preset in chosen.items()}
     for number, rungs in enumerate(states(model, order, given.points)):
         chosen[f"ladder {number}"], schemes[f"ladder {number}"] = OnRungs(rungs, order), budget.schemes(rungs)
+        last = rungs
+    rooms = {}
+    for stays in given.forget:
+        own, theirs = f"ladder's end, {stays:.0%} kept", f"snapkv of best-2.5, {stays:.0%} kept"
+        chosen[own], schemes[own] = OnRungs(last, order, stays), budget.schemes(last)
+        chosen[theirs] = get_preset("snapkv", pages="best-2.5", budget_share=stays)
+        schemes[theirs] = chosen[theirs].by_layer(layers)
+        rooms[own] = rooms[theirs] = length - int((1 - stays) * given.prompt)
     found = measure(model, tokens, chosen, prefill=given.prompt, chunk=8, batch_size=given.batch_size)
     record = report.as_record(found, 0, {}, names)
     rows = []
     for row in record["rows"]:
-        size = sum(layer_bytes(scheme, shape, length) for scheme in schemes[row["name"]])
+        room = rooms.get(row["name"], length)
+        size = sum(layer_bytes(scheme, shape, room) for scheme in schemes[row["name"]])
         bits = 8 * size / (2 * shape.heads * shape.key_dim * layers * length)
         rows.append({"name": row["name"], "bytes": size, "bits": bits, "kld": row["kld"], "top1": row["top1"]})
     for row in rows:
@@ -166,6 +185,8 @@ def steps(model: Any, given: argparse.Namespace, order: Any) -> list[Record]:
     ids = torch.randint(3, 900, (1, given.context), generator=generator).to(model.device)
     for name, rungs in (("best-4.3", every[1]), ("best-2.5", every[-1])):
         caches = {name: MixedKVCache(model, name), f"as {name}": stepped(model, rungs, order)}
+        if given.forget:
+            caches[f"as {name}, evict"] = stepped(model, rungs, order, 1.0)
         times: dict[str, list[float]] = {key: [] for key in caches}
         for cache in caches.values():
             feed(model, cache, ids)
@@ -192,21 +213,22 @@ def fill(model: Any, given: argparse.Namespace, order: Any) -> Record:
     probe = MixedKVCache(model, memory=MUCH, order=order).budget
     assert probe is not None
     prompt, tokens = given.context // 8, given.fill
-    limit = int(1.04 * probe.peak(lowest, shape._replace(captured=True), prompt + tokens + 128, prompt))
+    room = prompt + (tokens // 2 if given.forget else tokens) + 128
+    limit = int(1.04 * probe.peak(lowest, shape._replace(captured=True), room, prompt))
     ids = torch.full((1, prompt), 5, device=device)
 
     def run(memory: int, count: int) -> Record:
         sweep(device)
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        cache = MixedKVCache(model, memory=memory, order=order)
+        cache = MixedKVCache(model, memory=memory, order=order, evict="snapkv" if given.forget else None)
         spent, changes, most = 0.0, 0, 0
         feed(model, cache, ids)
         start = clock(device)
         for _ in range(count):
-            rungs = cache.preset
+            rungs, gone = cache.preset, cache.evicted
             began = time.perf_counter()
             one_step(model, cache)
-            if cache.preset is not rungs:
+            if cache.preset is not rungs or cache.evicted != gone:
                 # Two further steps: one in Python, one captured.
                 one_step(model, cache)
                 one_step(model, cache)
@@ -221,6 +243,7 @@ def fill(model: Any, given: argparse.Namespace, order: Any) -> Record:
         return {
             "tokens": int(cache.get_seq_length()), "peak": peak, "held": held, "seconds": seconds, "changes": changes,
             "share": spent / seconds, "bits": cache.memory().total_bits, "rungs": rungs,
+            "forgotten": cache.evicted,
         }  # fmt: skip
 
     ample = run(MUCH, 256)
@@ -273,6 +296,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", help="ladder steps fill, all by default; of a shape long, or fill")
     parser.add_argument("--order", help="file of an order, or measure; by depth without")
     parser.add_argument("--points", type=int, default=12, help="states of the ladder")
+    parser.add_argument("--forget", nargs="+", type=float, default=[], help="shares of tokens that stay, e.g. 0.75 0.5")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--order-windows", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=3584)
