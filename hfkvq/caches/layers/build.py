@@ -188,7 +188,7 @@ def build_layers(
         defer, window = sharing[i] == "store" if sharing else shares, windows.get(i, 0)
         count = getattr(stock[i], "number_of_states", 0)
         options = schemes[i], readers[window > 0], max_cache_len, defer, debug, recordable
-        layers[i] = layer = HybridLayer(*options, count) if count else KVLayer(*options, window)
+        layers[i] = layer = HybridLayer(*options, number_of_states=count) if count else KVLayer(*options, window)
         layer.offloaded = i in offloaded
         layer.holds_latents, layer.latents = latents is not None, attach and as_they_are[i]
         layer.own_attention = text.model_type if own_attention else ""

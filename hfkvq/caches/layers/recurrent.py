@@ -16,8 +16,6 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, Linea
 
 from ..base import outside_inference_mode
 from ..layer_state.base import attributes, restore, unchanged_on_error
-from ..layer_state.update import PaddingReader
-from ..schemes.base import Scheme
 from ..store.packing import Packed
 from .layer import KVLayer
 
@@ -258,23 +256,15 @@ class HybridLayer(KVLayer):
     """`KVLayer` whose model keeps states beside keys and values (Falcon-H1, Zamba).
 
     Args:
+        *options: of `KVLayer`; there is no window.
         number_of_states: how many the model keeps of each kind.
 
     Attributes:
         states: a layer of its own.
     """
 
-    def __init__(
-        self,
-        scheme: Scheme,
-        reader: PaddingReader,
-        capacity: int | None = None,
-        defer: bool = False,
-        debug: bool = False,
-        recordable: bool = False,
-        number_of_states: int = 1,
-    ) -> None:
-        super().__init__(scheme, reader, capacity, defer, debug, recordable)
+    def __init__(self, *options: Any, number_of_states: int = 1) -> None:
+        super().__init__(*options)
         self.states = RecurrentLayer(number_of_states)
 
     @property
