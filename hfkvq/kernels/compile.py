@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from .fused import Widths
+from .norms import BALANCE, Balance
+from .pages import StoreFormat
 from .step import MAX_STEP, StepPlan
 
 SEVERAL = tuple(range(1, MAX_STEP + 1))
@@ -50,6 +52,34 @@ def compile_layers(
     own: Any = importlib.import_module("hfkvq.kernels.triton.variants")
     plain = dict.fromkeys((normal(plan), heads, rule) for plan, heads, rule in layers)
     return own.compile_layers(list(plain), device, tuple(steps), absent, around)
+
+
+def compile_prompts(
+    form: StoreFormat,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    rule: str = "",
+    sums: bool = False,
+    balances: Sequence[Balance] = (BALANCE, BALANCE),
+) -> list[tuple[str, str]]:
+    """Compiles all that prompts launch whose pages are an engine's blocks, as `compile_layers` does.
+
+    Args:
+        form: of a layer; a sink of a page stands for windows.
+        sizes: query heads, KV heads, and channels of a head.
+        dtype: the model's.
+        rule: by which raised channels are chosen, or "".
+        sums: whether sums of queries weigh them.
+        balances: of normed pages of keys and of values.
+
+    Returns:
+        Name of each kernel, and the compiler's error or "".
+    """
+    if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
+        return []
+    own: Any = importlib.import_module("hfkvq.kernels.triton.variants")
+    return own.compile_prompts(form, sizes, dtype, device, rule, sums, balances)
 
 
 def normal(plan: StepPlan) -> StepPlan:

@@ -28,6 +28,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from hfkvq import kernels
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.steps.step_buffer import sealing_rules
+from hfkvq.kernels.compile import compile_prompts
+from hfkvq.kernels.norms import Balance
 from hfkvq.kernels.pages import StoreFormat
 
 from . import DTYPE
@@ -96,6 +98,15 @@ def reasons(config: Any, head_size: int, kv_cache_dtype: str | None, block_size:
         if getattr(parallel, "use_ubatching", False):
             found.append(f"enable_dbo: got True, allowed False with {name}: a batch is to come whole")
     return found
+
+
+def form_of(scheme: Scheme, head_size: int) -> tuple[StoreFormat, str, str, tuple[Balance, Balance]]:
+    """Format of a layer, rule of its raised channels, what it asks of queries, and how normed pages are balanced."""
+    layout = scheme.layout(head_size, head_size)
+    form, balances = layout.store, (layout.keys.balance, layout.values.balance)
+    if not has_windows(scheme, head_size):
+        return form, "", "", balances
+    return replace(form, sink=PAGE), *sealing_rules(scheme, layout, head_size), balances
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +272,7 @@ class Metadata(AttentionMetadata):
         """The requests with more tokens, which have slots."""
         windows, claim = self.windows, self.claim
         assert windows is not None
-        return self.once("placed_prompts", lambda: windows.placed(claim.rows(slice(self.decodes, None)), self.heads))
+        return self.once("placed_prompts", lambda: windows.placed(claim.rows(slice(self.decodes, None))))
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -275,6 +286,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self._heads, head_size = kv_cache_spec.num_kv_heads, kv_cache_spec.head_size
         scheme = schemes_of(vllm_config)[layer_number(layer_names[0])]
         self._slots, self._tails = None, None
+        self._compile(scheme, self._heads, head_size, vllm_config, device)
         if has_windows(scheme, head_size):
             self._slots = Slots(vllm_config.scheduler_config.max_num_seqs, device)
             return
@@ -284,6 +296,15 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         )
         shape, dtype = (rows, self._heads, TAIL, head_size), vllm_config.model_config.dtype
         self._tails = (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+    @staticmethod
+    def _compile(scheme: Scheme, heads: int, head_size: int, config: Any, device: torch.device) -> None:
+        """Compiles what prompts launch, so that the first requests need not wait for it."""
+        if device.type != "cuda":
+            return
+        form, rule, asked, balances = form_of(scheme, head_size)
+        sizes = config.model_config.get_num_attention_heads(config.parallel_config), heads, head_size
+        compile_prompts(form, sizes, config.model_config.dtype, device, rule, bool(asked), balances)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Metadata of a batch; asks the device for nothing."""
@@ -305,7 +326,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if self._slots is not None:
             self._slots.check()
             if made.prompts is not None:
-                made.windows = WindowPrompts.of(made.prompts, self._slots.count)
+                made.windows = WindowPrompts.of(made.prompts, self._heads, self._slots.count)
             if known is not None:
                 # Exact where requests have one token, too, since there is no speculation.
                 held = (known[: given.num_reqs] - given.query_start_loc_cpu[: given.num_reqs + 1].diff()).tolist()
@@ -384,16 +405,13 @@ class Attention(AttentionImpl[Metadata]):
             ValueError: windows take too much of the device's memory.
         """
         scheme = self._schemes[layer_number(name)]
-        layout = scheme.layout(self.head_size, self.head_size)
-        self._form, self._balance = layout.store, (layout.keys.balance, layout.values.balance)
+        self._form, self._rule, asked, self._balance = form_of(scheme, self.head_size)
         if scheme.smooths_keys:
             ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
             rotated = bool(self._form.rotate_keys)
             self._vectors = vectors_of_layer(name, self.num_kv_heads, rotated, *ranks)
         if not has_windows(scheme, self.head_size):
             return
-        self._form = replace(self._form, sink=PAGE)
-        self._rule, asked = sealing_rules(scheme, layout, self.head_size)
         dtype, slots = self._config.model_config.dtype, self._config.scheduler_config.max_num_seqs
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         shape = (2 * slots + 2, self.num_kv_heads, PAGE, self.head_size)

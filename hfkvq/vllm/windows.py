@@ -169,6 +169,7 @@ class WindowPrompts(NamedTuple):
         after: those of pages that are begun, which are placed when all have attended.
         opened: the O pages that were being filled and are full now, but for their columns.
         owner: i32 (O,), the request of each.
+        heads: KV heads.
         sums: i32 (8, P + R), as `kernels.page_weights` wants them.
     """
 
@@ -178,10 +179,11 @@ class WindowPrompts(NamedTuple):
     after: Tensor | None
     opened: Writes
     owner: Tensor
+    heads: int
     sums: Tensor
 
     @classmethod
-    def of(cls, rows: Prompts, slots: int) -> WindowPrompts:
+    def of(cls, rows: Prompts, heads: int, slots: int) -> WindowPrompts:
         """From the requests of a batch, of which `Prompts` has whole blocks; asks the device for nothing."""
         count, width, full = len(rows.counts), rows.table.shape[1], len(rows.writes.new)
         before, after, shift = ([[0] * count for _ in range(3)] for _ in range(3))
@@ -205,24 +207,24 @@ class WindowPrompts(NamedTuple):
             requests.append((start, stop, page, row, begin, start + new, int(is_open), total - end))
         assert len(pages) == full, "blocks full of new tokens"
         sums = [(first, first + PAGE, page, -1, 0, 0, 0, 0) for page, first in enumerate(pages)] + requests
-        parts = [x for numbers in (shift, before, after, zip(*sums, strict=True)) for x in [[*chain(*numbers)]]]
+        parts = [list(chain(*numbers)) for numbers in (shift, before, after, zip(*sums, strict=True))]
         data = sent([*parts, place, owner], rows.table.device)
         zero = torch.zeros_like(data[4])
         opened = Writes(rows.table.reshape(-1).index_select(0, data[4])[:, None], zero, zero + PAGE, zero)
         shifts, first, last = (x.view(3, -1) for x in data[:3])
         some = [stretch if any(numbers[2]) else None for stretch, numbers in ((first, before), (last, after))]
-        return cls(rows, shifts, some[0], some[1], opened, data[5], data[3].view(8, -1))
+        return cls(rows, shifts, some[0], some[1], opened, data[5], heads, data[3].view(8, -1))
 
     @property
     def sealed(self) -> Tensor:
         """Blocks that are full now, i32 (P + O,)."""
         return torch.cat([self.rows.writes.table, self.opened.table])[:, 0]
 
-    def placed(self, claim: Claim, heads: int) -> PlacedPrompts:
+    def placed(self, claim: Claim) -> PlacedPrompts:
         """The same requests with their slots."""
         windows = self.shifts + claim.slot
         page = torch.arange(PAGE, dtype=torch.int32, device=windows.device)
-        columns = windows[1].index_select(0, self.owner)[:, None] * (heads * PAGE) + page
+        columns = windows[1].index_select(0, self.owner)[:, None] * (self.heads * PAGE) + page
         return PlacedPrompts(self, claim.slot, windows, columns)
 
 

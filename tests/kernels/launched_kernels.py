@@ -15,6 +15,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,16 @@ from hfkvq.kernels.compile import SEVERAL, normal
 from hfkvq.kernels.triton.compile import GPUS, Wanted, compile_all, leave_gpu_alone, settle_name
 from hfkvq.kernels.triton.due import due_kernel
 from hfkvq.kernels.triton.hadamard import hadamard_wanted
+from hfkvq.vllm.pages import PAGE, LayerPages, Prompts, bytes_of_page, has_windows
+from hfkvq.vllm.windows import Claim, WindowPages, WindowPrompts
 from tests.kernels.compile_kernels import BF16, FrontEnd, Idle, in_turn, name_of, pretend, tensor
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
+
+I32 = torch.int32
+
+ENGINE = {"saw-int4": (0,), "best-3.4": (0, 15, 22), "kvarn-k4v2": (0,)}
+"""Presets, and layers of different formats."""
 
 SIZES = (2, 3, 5, 8, 9, 13, 16)
 """Tokens of steps, where there are several."""
@@ -92,8 +100,8 @@ def forget() -> None:
                 x.cache_clear()
 
 
-def launched() -> dict[str, dict[str, list[Any]]]:
-    """Variants of each run by preset, and those that `hfkvq.kernels.compile` would compile, as [kernel, key] pairs."""
+def noting() -> Notes:
+    """From now on launches of this process are noted."""
     notes = Notes()
     pretend(notes)
     triton.compiler.compile = notes.compile
@@ -105,9 +113,71 @@ def launched() -> dict[str, dict[str, list[Any]]]:
     torch.Tensor.to = lambda self, *args, **kwargs: (
         self if args and isinstance(args[0], torch.device) else to(self, *args, **kwargs)
     )
+    make = torch.tensor
+    torch.tensor = lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
     # As graphs record steps: whatever is due.
     step_buffer.run_step = lambda *args: step(*args[:6], True)
     interface.dense_attention = lambda module, query, key, value, *_, **__: (query.transpose(1, 2).clone(), None)
+    return notes
+
+
+def run_engine(preset: str, layer: int) -> tuple[Any, ...]:
+    """Prompts of an engine: some that are new, some behind others, one of which ends a page that was being filled.
+
+    Returns:
+        What `hfkvq.kernels.compile.compile_prompts` is given for them.
+    """
+    scheme = get_scheme(preset).in_layer(layer, 36).shared
+    layout, windowed = scheme.layout(DIM, DIM), has_windows(scheme, DIM)
+    form = replace(layout.store, sink=PAGE) if windowed else layout.store
+    rule, asked = step_buffer.sealing_rules(scheme, layout, DIM) if windowed else ("", "")
+    balances = layout.keys.balance, layout.values.balance
+    held, counts, slots = [0, 130, 256], [300, 200, 40], 4
+    total = sum(counts)
+    whole = torch.zeros(total, HEADS + 2 * KV_HEADS, DIM, dtype=BF16)
+    query, key, value = whole.split([HEADS, KV_HEADS, KV_HEADS], 1)
+    data = torch.zeros(8 * bytes_of_page(form, KV_HEADS, DIM), dtype=torch.uint8)
+    rows = Prompts.of(torch.zeros(3, 5, dtype=torch.int32), held, counts, whole=windowed)
+    sums = torch.zeros(slots + 1, KV_HEADS, DIM, dtype=torch.float64), torch.zeros(KV_HEADS, slots + 1, dtype=I32)
+    if windowed:
+        windows = [torch.zeros(2 * slots + 2, KV_HEADS, PAGE, DIM, dtype=BF16) for _ in range(2)]
+        given = form, KV_HEADS, DIM, data, (windows[0], windows[1])
+        pages = WindowPages(*given, rule, balances, sums if asked else None)
+        slot = torch.zeros(3, dtype=I32)
+        pages.take_prompts(query, key, value, WindowPrompts.of(rows, KV_HEADS, slots).placed(Claim(slot, slot, slot)))
+    else:
+        tails = torch.zeros(3, KV_HEADS, 16, DIM, dtype=BF16)
+        pages = LayerPages(form, KV_HEADS, DIM, data, (tails, tails))
+        pages.store_prompts(key, value, rows)
+    pages.attend_prompts(query, key, value, rows, 1.0, lambda *_: None, torch.zeros_like(query))
+    if windowed:
+        pages.finish_prompts()
+    return form, (HEADS, KV_HEADS, DIM), BF16, torch.device("cuda", 0), rule, bool(asked), balances
+
+
+def engine() -> dict[str, list[list[Any]]]:
+    """Variants of prompts of an engine by preset and layer, and those that are compiled ahead."""
+    from hfkvq.kernels.triton.variants import prompts_wanted
+
+    notes, found = noting(), {}
+    with kernels.use_interpreter():
+        for preset, layers in ENGINE.items():
+            for layer in layers:
+                forget()
+                notes.found = {}
+                given = run_engine(preset, layer)
+                own = list(notes.found)
+                forget()
+                notes.found = {}
+                for each in prompts_wanted(*given):
+                    each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
+                found[f"{preset}, layer {layer}"] = [own, list(notes.found)]
+    return found
+
+
+def launched() -> dict[str, dict[str, list[Any]]]:
+    """Variants of each run by preset, and those that `hfkvq.kernels.compile` would compile, as [kernel, key] pairs."""
+    notes = noting()
     found: dict[str, dict[str, list[Any]]] = {}
     with kernels.use_interpreter():
         for preset in sys.argv[1].split(","):
@@ -173,7 +243,7 @@ def compiled() -> dict[str, Any]:
     return {"said": said, "again": compile_all(every[:1], None), "compiled": cached()}
 
 
-JOBS: tuple[Callable[[], Any], ...] = (launched, names, names_backward, compiled)
+JOBS: tuple[Callable[[], Any], ...] = (launched, engine, names, names_backward, compiled)
 
 
 if __name__ == "__main__":

@@ -131,6 +131,13 @@ def test_all_that_runs_need_is_compiled_ahead(found, preset):
         assert missing == [], case
 
 
+def test_all_that_an_engine_needs_for_prompts_is_compiled_ahead(told):
+    for case, (launched, ahead) in told["engine"].items():
+        have = {(name, key) for name, key in ahead}
+        assert sorted(name for name, key in launched if (name, key) not in have) == [], case
+        assert {name for name, _ in launched} == {name for name, _ in ahead}, case
+
+
 def test_names_of_kernels_do_not_depend_on_what_came_before(told):
     """Kernels that one process has compiled are found by another by name."""
     first, second = told["names"], told["names_backward"]

@@ -269,7 +269,7 @@ def gather_unit(
         store_tokens(out, b_new, o_row, m_new, 1.0, D, 0, BT, BD)
 
 
-@triton.jit(do_not_specialize=["N", "U", "R"])
+@triton.jit(do_not_specialize=["units", "requests", "windows", "table", "N", "U", "R"])
 def gather_requests_kernel(
     out_k, out_v, new_k, new_v, units, requests, windows, window_k, window_v, table, keys, values, N, U, R, s_k, s_v,
     s_kh, s_vh, rotation_k, rotation_v, H: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
@@ -341,6 +341,19 @@ def _requests_launch(
 
     grid = (units * cdiv(formats[0].page_size, block), heads, 2)
     return Launch(gather_requests_kernel, grid, numbers, {**constants, "num_warps": WARPS}, device, nest)
+
+
+def requests_wanted(
+    form: StoreFormat, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, windowed: bool
+) -> Wanted:
+    """The variant for new tokens as models make them."""
+    i32, strides = torch.int32, (heads * head_dim, head_dim) * 2
+    made = _requests_launch(form.spec, heads, (head_dim, head_dim), strides, (1, 1, 1), windowed, device)
+    kinds = [dtype] * 4 + [i32] * 2 + [i32, dtype, dtype] * windowed + [i32]
+    for fmt, side in zip(form.runs[0], SIDES, strict=True):
+        shapes = fmt.shapes(side, heads, head_dim)
+        kinds += [torch.uint8 if fmt.bits == 8 and name == "codes" else shapes[name][1] or dtype for name in shapes]
+    return made.wanted(kinds)
 
 
 def gather_requests_triton(

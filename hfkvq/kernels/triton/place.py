@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..dispatch import reference
 from ._lib import DOT_DTYPES, cdiv, power
+from .compile import Wanted
 from .launch import Launch
 
 TILE, WARPS = 4096, 4
@@ -62,6 +63,12 @@ def _launch(
     constants |= {"BDK": power(dims[0]), "BDV": power(dims[1])}
     numbers = {"R": requests, **dict(zip(("s_k", "s_kh", "s_v", "s_vh"), strides, strict=True))}
     return Launch(place_kernel, (requests * cdiv(page, block), heads, 2), numbers, constants, device)
+
+
+def place_wanted(heads: int, page: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Wanted:
+    """The variant for new tokens as models make them."""
+    made = _launch(1, heads, page, (head_dim, head_dim), (heads * head_dim, head_dim) * 2, device)
+    return made.wanted([dtype] * 4 + [torch.int32] * 2)
 
 
 def place_triton(keys: Tensor, values: Tensor, windows: Sequence[Tensor], rows: Tensor, places: Tensor) -> None:

@@ -103,6 +103,15 @@ def _weights_launch(
     return Launch(page_weights_kernel, (heads, ranges), numbers, constants, device)
 
 
+def page_weights_wanted(
+    query_heads: int, heads: int, head_dim: int, page: int, dtype: torch.dtype, device: torch.device
+) -> Wanted:
+    """The variant for queries as models make them."""
+    strides = query_heads * head_dim, head_dim
+    made = _weights_launch(heads, query_heads // heads, head_dim, page, 1, 1, strides, device)
+    return made.wanted([dtype, torch.int32, torch.int32, torch.float64, torch.int32, torch.float32])
+
+
 def page_weights_triton(
     q: Tensor, ranges: Tensor, rows: Tensor, sums: Tensor, counts: Tensor, pages: int, page_size: int
 ) -> Tensor:

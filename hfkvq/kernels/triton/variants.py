@@ -9,7 +9,7 @@ import torch
 from ..compile import Layer
 from ..fused import Widths
 from ..norms import Balance
-from ..pages import SIDES, PageFormat
+from ..pages import SIDES, PageFormat, StoreFormat
 from ..step import StepPlan
 from ..windows import Sealing
 from .append import NewTokens, append_launch
@@ -17,12 +17,14 @@ from .compile import GPUS, Compiled, Wanted, compile_all, leave_gpu_alone
 from .decode import decode_wanted
 from .due import due_launch
 from .fused import fused_wanted
+from .gather import requests_wanted
 from .hadamard import hadamard_wanted
 from .latent import latent_wanted
 from .moments import moments_wanted
 from .norms import norms_wanted
+from .place import place_wanted
 from .products import qk_wanted
-from .query_sums import query_sums_wanted
+from .query_sums import page_weights_wanted, query_sums_wanted
 from .seal import seal_wanted
 from .step import advance_launch, observe_launch
 from .tiles import INTERPRETED
@@ -50,6 +52,38 @@ def compile_layers(
     every = [each for layer in layers for each in wanted(*layer, steps, device)]
     every += fused_wanted(*around, device) if around else ()
     return compile_all(every, device if absent is None else None)
+
+
+def compile_prompts(
+    form: StoreFormat, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, rule: str, sums: bool,
+    balances: Sequence[Balance],
+) -> list[Compiled]:  # fmt: skip
+    """See `hfkvq.kernels.compile.compile_prompts`."""
+    if INTERPRETED.value:
+        return []
+    return compile_all(list(prompts_wanted(form, sizes, dtype, device, rule, sums, balances)), device)
+
+
+def prompts_wanted(
+    form: StoreFormat, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, rule: str, sums: bool,
+    balances: Sequence[Balance],
+) -> Iterator[Wanted]:  # fmt: skip
+    """All that prompts launch whose pages are an engine's blocks; see `hfkvq.kernels.compile.compile_prompts`."""
+    query_heads, heads, dim = sizes
+    for side, fmt, balance in zip(SIDES, form.runs[0], balances, strict=True):
+        ruled = rule if fmt.raised and rule else None
+        # Every row of a call looks at the same tokens.
+        given = (1, heads, dim), (0, dim, heads * dim, 1), dtype, device, fmt.page_size, ruled
+        yield from seal_wanted(fmt, side, *given, sums and ruled is not None)
+        if fmt.normed:
+            yield from norms_wanted(fmt, heads, dim, balance, dtype)
+    for rotate in {form.rotate_keys, form.rotate_values} - {0}:
+        yield hadamard_wanted(dtype, rotate)
+    yield requests_wanted(form, heads, dim, dtype, device, windowed=form.sink > 0)
+    if form.sink:
+        yield place_wanted(heads, form.sink, dim, dtype, device)
+    if sums:
+        yield page_weights_wanted(query_heads, heads, dim, form.sink, dtype, device)
 
 
 def wanted(
