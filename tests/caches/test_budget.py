@@ -390,9 +390,11 @@ def test_logits_are_those_of_snapkv_with_the_same_tokens(model, rows, monkeypatc
         forward(model, each, ids, attention_mask=mask)
     go(cache, ((1, 1),) * LAYERS)
     shape = cache.budget._shape(cache, None)
+    scored = [page_scores(layer, layer.queries) for layer in cache.compressed_layers]
     cache.budget._go(cache, shape._replace(gone=96), cache.budget.rungs, 400)
     page, sink = plain.page_size, plain.sink_length
-    for layer, theirs, (order, gone, *_) in zip(cache.compressed_layers, own.compressed_layers, kept, strict=True):
+    layers = zip(cache.compressed_layers, own.compressed_layers, kept, scored, strict=True)
+    for layer, theirs, (order, gone, *_), scores in layers:
         stays = torch.ones(rows, theirs.heads, 300, dtype=torch.bool)
         # A row is padded by half the pages and two tokens: it lets fewer go, so that none holds more than 204.
         assert gone.tolist() == [96, 48][:rows]
@@ -400,7 +402,12 @@ def test_logits_are_those_of_snapkv_with_the_same_tokens(model, rows, monkeypatc
         for row, head in itertools.product(range(rows), range(theirs.heads)):
             left = order[row, head, : order.shape[2] - gone[row] // page].tolist()
             assert left == sorted(left)
-            for block in set(range(order.shape[2])) - set(left):
+            went = set(range(order.shape[2])) - set(left)
+            # Pages of the newest 64 tokens were not to go.
+            old = ((300, 250)[row] - sink - 64) // page
+            assert max(went) < old
+            assert max(scores[row, head, list(went)]) <= min(scores[row, head, sorted(set(range(old)) - went)])
+            for block in went:
                 stays[row, head, sink + block * page :][:page] = False
         keep_tokens(theirs.held(), stays.flatten(0, 1), 0, theirs.held().folded(theirs.queries.mean()))
         theirs.evicted = True
