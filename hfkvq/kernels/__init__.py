@@ -1,6 +1,7 @@
 """Bytes and arithmetic: page formats and the operations over them. Knows nothing of models or policies."""
 
 from .append import append
+from .claim import Claimed, claim, new_slots
 from .decode import decode_attention
 from .dispatch import use_interpreter, use_reference
 from .due import due
@@ -17,14 +18,17 @@ from .query_sums import page_weights, query_sums
 from .restore import restore
 from .seal import channel_widths, seal, seal_side
 from .smooth import smooth, unsmooth
+from .take import take_page, take_token
 
 __all__ = [
+    "Claimed",
     "PageFormat",
     "RunView",
     "StoreFormat",
     "append",
     "attention_moments",
     "channel_widths",
+    "claim",
     "decode_attention",
     "dequantize_pages",
     "due",
@@ -32,6 +36,7 @@ __all__ = [
     "gather_rows",
     "hadamard",
     "latent_attention",
+    "new_slots",
     "page_norms",
     "page_weights",
     "place",
@@ -44,6 +49,8 @@ __all__ = [
     "smooth",
     "store_attention",
     "sv_pages",
+    "take_page",
+    "take_token",
     "unsmooth",
     "use_interpreter",
     "use_reference",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dispatch import Keep, call, define, triton_slot
+from .dispatch import Keep, call, define, reference, triton_slot
 from .hadamard import hadamard
 from .pages import RunView, Side, StoreFormat, split_runs
 from .products import qk_pages, sv_pages, table_pages
@@ -172,6 +172,26 @@ def _decode_attention(
     return hadamard(out, form.rotate_values, back=True).view(batch, query_heads, queries, value_dim).to(q.dtype)
 
 
+@define("decode_attention_into", mutates=("out",))
+def _decode_attention_into(
+    q: Tensor,
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    runs: Sequence[Tensor],
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    store: str,
+    early: bool,
+    rows: Tensor | None,
+    out: Tensor,
+) -> None:
+    out.copy_(
+        reference("decode_attention")(q, counters, windows, runs, mask, sinks, scaling, softcap, store, early, rows)
+    )
+
+
 def visible_probs(
     logits: Tensor,
     where: Tensor,
@@ -229,6 +249,7 @@ def _(q: Tensor, counters: Tensor, windows: Sequence[Tensor], *_: Any) -> Tensor
 
 
 triton_slot("decode_attention", "decode:decode_attention_triton")
+triton_slot("decode_attention_into", "decode:decode_attention_into_triton")
 
 
 def decode_attention(
@@ -244,6 +265,7 @@ def decode_attention(
     early: bool = False,
     rows: Tensor | None = None,
     keep: Keep | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attention over `sink | runs | tail`: ``softmax(scaling * q K̂^T + mask) V̂``, K̂ and V̂ as stored.
 
@@ -272,9 +294,13 @@ def decode_attention(
             read while the launch before this one still runs.
         rows: i32 (B,), the row of the windows that each row has, of any number of them; None where row b has row b.
         keep: see `dispatch.call`; a call that takes queries, mask and sinks.
+        out: (B, Hq, Q, Dv), in the dtype of q: written, and returned. Not with ``keep``.
 
     Returns:
         (B, Hq, Q, Dv) in the dtype of q; 0 for queries that see nothing.
     """
     rest = list(windows), list(runs), mask, sinks, scaling, softcap, store.spec, early, rows
+    if out is not None:
+        call(_decode_attention_into, q, q, counters, *rest, out)
+        return out
     return call(_decode_attention, q, q, counters, *rest, keep=keep)

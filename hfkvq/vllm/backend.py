@@ -200,8 +200,8 @@ class Metadata(AttentionMetadata):
         decodes: requests with one token.
         table: i32 (R, N), blocks of all requests.
         lengths: i32 (R,), tokens of each, the new ones included.
-        heads: KV heads.
         tails: see `LayerPages`; None where there are slots.
+        bounds: see `Steps`; likewise.
         slots: of windows; None where there are none.
         prompts: the requests with more tokens, if there are any.
         windows: what their windows need to know; None without slots.
@@ -212,8 +212,8 @@ class Metadata(AttentionMetadata):
     decodes: int
     table: Tensor
     lengths: Tensor
-    heads: int
     tails: tuple[Tensor, Tensor] | None = None
+    bounds: Tensor | None = None
     slots: Slots | None = None
     prompts: Prompts | None = None
     windows: WindowPrompts | None = None
@@ -238,34 +238,35 @@ class Metadata(AttentionMetadata):
     @property
     def steps(self) -> Steps:
         """Rows of the requests with one token."""
-        return self.once("steps", lambda: Steps.of(self.table[: self.decodes], self.lengths[: self.decodes]))
+        bounds = self.bounds
+        assert bounds is not None
+        return self.once("steps", lambda: Steps.of(self.table[: self.decodes], self.lengths[: self.decodes], bounds))
+
+    @property
+    def claimed(self) -> kernels.Claimed:
+        """Slots of all requests, and what follows for those with one token."""
+
+        def make() -> kernels.Claimed:
+            assert self.slots is not None
+            past, sealed = None, None
+            if self.windows is not None:
+                past = (self.lengths[: self.decodes] - 1).clamp(min=0)
+                past = torch.cat([past, self.windows.rows.requests[1]])
+                sealed = self.windows.sealed
+            return self.slots.claim(self.table, self.lengths, self.decodes, past, sealed)
+
+        return self.once("claimed", make)
 
     @property
     def claim(self) -> Claim:
         """Slots of all requests."""
-
-        def make() -> Claim:
-            assert self.slots is not None
-            past = (self.lengths - 1).clamp(min=0)
-            sealed = None
-            if self.windows is not None:
-                past = torch.cat([past[: self.decodes], self.windows.rows.requests[1]])
-                sealed = self.windows.sealed
-            return self.slots.claim(self.table, past, self.lengths, sealed)
-
-        return self.once("claim", make)
+        return Claim(*self.claimed.found)
 
     @property
     def window_steps(self) -> WindowSteps:
         """Rows of the requests with one token, which have slots."""
-        own, slots, claim = slice(self.decodes), self.slots, self.claim
-        assert slots is not None
-        return self.once(
-            "window_steps",
-            lambda: WindowSteps.of(
-                self.table[own].contiguous(), self.lengths[own], claim.rows(own), self.heads, slots.count
-            ),
-        )
+        restores = self.prompts is None and (self.capturing or self.restores)
+        return WindowSteps(self.claimed, self.table[: self.decodes], restores)
 
     @property
     def placed_prompts(self) -> PlacedPrompts:
@@ -285,7 +286,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
         self._heads, head_size = kv_cache_spec.num_kv_heads, kv_cache_spec.head_size
         scheme = schemes_of(vllm_config)[layer_number(layer_names[0])]
-        self._slots, self._tails = None, None
+        self._slots, self._tails, self._bounds = None, None, None
         self._compile(scheme, self._heads, head_size, vllm_config, device)
         if has_windows(scheme, head_size):
             self._slots = Slots(vllm_config.scheduler_config.max_num_seqs, device)
@@ -295,6 +296,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             vllm_config.scheduler_config.max_num_seqs, *vllm_config.compilation_config.cudagraph_capture_sizes, 1
         )
         shape, dtype = (rows, self._heads, TAIL, head_size), vllm_config.model_config.dtype
+        self._bounds = Steps.bounds(device)
         self._tails = (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
 
     @staticmethod
@@ -307,13 +309,24 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         compile_prompts(form, sizes, config.model_config.dtype, device, rule, bool(asked), balances)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        """Metadata of a batch; asks the device for nothing."""
+        """Metadata of a batch; asks the device for nothing.
+
+        Formats with slots share it: a batch is one object for all of a model's layers, and slots are claimed once.
+        """
         given = common_attn_metadata
+        if self._slots is None:
+            return self._build(given)
+        made = vars(given).get("hfkvq")
+        if made is None:
+            made = vars(given)["hfkvq"] = self._build(given)
+        return made
+
+    def _build(self, given: Any) -> Metadata:
         decodes, _, _, _ = split_decodes_and_prefills(given, decode_threshold=1)
         rows = slice(given.num_reqs)
         made = Metadata(
-            given.num_actual_tokens, decodes, given.block_table_tensor[rows], given.seq_lens[rows], self._heads,
-            self._tails, self._slots,
+            given.num_actual_tokens, decodes, given.block_table_tensor[rows], given.seq_lens[rows],
+            self._tails, self._bounds, self._slots,
         )  # fmt: skip
         known = given.seq_lens_cpu_upper_bound
         if decodes < given.num_reqs:
@@ -471,22 +484,21 @@ class Attention(AttentionImpl[Metadata]):
         pages, steps, rest = self._pages_in(kv_cache, batch), slice(batch.decodes), slice(batch.decodes, None)
         # All tokens of a batch are stored before any is attended to: a request may look at what another stores.
         if isinstance(pages, WindowPages):
-            claim = batch.claim
             if batch.decodes:
                 pages.take_step(query[steps], key[steps], value[steps], batch.window_steps)
             if batch.windows is not None:
                 pages.take_prompts(query[rest], key[rest], value[rest], batch.placed_prompts)
-            if batch.capturing or batch.restores:
-                pages.restore(batch.table, claim)
+                if batch.restores:
+                    pages.restore(batch.table, batch.claim)
             if batch.decodes:
-                out[steps] = pages.attend_step(query[steps], batch.window_steps, self.scale)
+                pages.attend_step(query[steps], batch.window_steps, self.scale, out[steps])
         else:
             if batch.decodes:
                 pages.store_steps(key[steps], value[steps], batch.steps)
             if batch.prompts is not None:
                 pages.store_prompts(key[rest], value[rest], batch.prompts)
             if batch.decodes:
-                out[steps] = pages.attend_steps(query[steps], batch.steps, self.scale)
+                pages.attend_steps(query[steps], batch.steps, self.scale, out[steps])
         if batch.prompts is not None:
             given = query[rest], key[rest], value[rest], batch.prompts, self.scale
             pages.attend_prompts(*given, self._attend, out[rest])

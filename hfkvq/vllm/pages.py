@@ -7,7 +7,6 @@ step or its chunk.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from hfkvq import kernels
 from hfkvq.caches import Scheme
 from hfkvq.kernels.hadamard import hadamard
 from hfkvq.kernels.pages import SIDES, StoreFormat
-from hfkvq.kernels.step.ops import branches
 
 PAGE = 128
 """Tokens of a page, and of the engine's blocks."""
@@ -79,27 +77,24 @@ class Steps(NamedTuple):
 
     Attributes:
         table: i32 (R, N), blocks of each request.
-        past: i32 (R,), tokens that its blocks hold.
-        new: i32 (R,), 1, and 0 of rows that pad the batch.
-        columns: i32 (R, 1), place of each token in its row's tail.
+        lengths: i32 (R,), tokens of each, the new one included; 0 of rows that pad the batch.
         counters: i32 (4, R), as `kernels.decode_attention` wants them.
-        tails: i32 (R,), the tail of each row.
     """
 
     table: Tensor
-    past: Tensor
-    new: Tensor
-    columns: Tensor
+    lengths: Tensor
     counters: Tensor
-    tails: Tensor
+
+    @staticmethod
+    def bounds(device: torch.device) -> Tensor:
+        """Numbers that `of` adds to lengths to have counters, and the least counters: i32 (2, 4, 1)."""
+        numbers = [[-(2**30), 0, -1, -1], [0, 1, 0, 0]]
+        return torch.tensor(numbers, dtype=torch.int32, device="cpu")[:, :, None].to(device)
 
     @classmethod
-    def of(cls, table: Tensor, lengths: Tensor) -> Steps:
-        """From the tokens of each request, i32 (R,), the one that comes included; a graph can hold it."""
-        past, new = (lengths - 1).clamp(min=0), lengths.clamp(max=1)
-        counters = torch.stack([torch.zeros_like(past), past + 1, past, past])
-        tails = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
-        return cls(table, past, new, (past % TAIL)[:, None], counters, tails)
+    def of(cls, table: Tensor, lengths: Tensor, bounds: Tensor) -> Steps:
+        """From the tokens of each request, and `bounds`; a graph can hold it."""
+        return cls(table, lengths, torch.maximum(lengths + bounds[0], bounds[1]))
 
 
 def sent(parts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
@@ -294,19 +289,18 @@ class LayerPages:
             value: (R, H, D).
             rows: of the batch.
         """
-        tails = [tail[: key.shape[0]] for tail in self.tails]
-        windows = [*(tail[:, :, :0] for tail in tails), *tails]
-        kernels.append(key[:, :, None], value[:, :, None], rows.counters, windows, self.form, rows.tails)
-        self._seal(rows.table, rows.past, rows.new, rows.columns, tails)
+        new = key[:, :, None], value[:, :, None], rows.lengths
+        kernels.take_token(*new, self.tails, self.parts, rows.table, self.form)
 
-    def attend_steps(self, query: Tensor, rows: Steps, scaling: float) -> Tensor:
-        """Attention (R, Hq, D) of one token of each request, (R, Hq, D), to its blocks, and to itself as it is."""
+    def attend_steps(self, query: Tensor, rows: Steps, scaling: float, out: Tensor) -> None:
+        """Attention of one token of each request to its blocks, and to itself as it is: (R, Hq, D), into (R, Hq, D)."""
         tails, (keys, values) = [tail[: query.shape[0]] for tail in self.tails], self.parts
         windows, runs = [*(tail[:, :, :0] for tail in tails), *tails], [rows.table, *keys, *values]
-        query = query[:, :, None]
-        return kernels.decode_attention(query, rows.counters, windows, runs, None, None, scaling, 0.0, self.form)[
-            :, :, 0
-        ]
+        # Queries were there before tokens were stored.
+        kernels.decode_attention(
+            query[:, :, None], rows.counters, windows, runs, None, None, scaling, 0.0, self.form, True,
+            out=out[:, :, None],
+        )  # fmt: skip
 
     def store_prompts(self, key: Tensor, value: Tensor, rows: Prompts) -> None:
         """Stores the new tokens (n, H, D) of requests, one after another, quantized in their blocks."""
@@ -350,18 +344,5 @@ class LayerPages:
         return ()
 
     def _seal(self, table: Tensor, past: Tensor, new: Tensor, columns: Tensor, sources: Sequence[Any]) -> None:
-        def seal(at: int) -> None:
-            fmt, side = self.form.runs[0][at], SIDES[at]
-            kernels.seal_side(self.parts[at], table, past, new, sources[at], columns, fmt, side)
-
-        self._side_by_side(table, seal)
-
-    @staticmethod
-    def _side_by_side(table: Tensor, seal: Callable[[int], None]) -> None:
-        """Seals keys (0) and values (1), in a graph at the same time."""
-        sides = [contextlib.nullcontext(), *map(torch.cuda.stream, branches(table, 1)), contextlib.nullcontext()]
-        for at in (0, 1):
-            with sides[at]:
-                seal(at)
-        if len(sides) > 2:
-            torch.cuda.current_stream(table.device).wait_stream(sides[1].stream)
+        for at, parts in enumerate(self.parts):
+            kernels.seal_side(parts, table, past, new, sources[at], columns, self.form.runs[0][at], SIDES[at])

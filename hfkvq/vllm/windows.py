@@ -23,7 +23,6 @@ from torch import Tensor
 from hfkvq import kernels
 from hfkvq.kernels.norms import Balance
 from hfkvq.kernels.pages import SIDES, StoreFormat
-from hfkvq.kernels.step import observe
 from hfkvq.kernels.step.buffer import side_by_side
 
 from .pages import PAGE, LayerPages, Prompts, Writes, sent
@@ -48,7 +47,7 @@ class Claim(NamedTuple):
 
 
 class Slots:
-    """Slots of requests that run, found by their blocks, the same in all layers of a format.
+    """Slots of requests that run, found by their blocks, the same in all layers.
 
     Args:
         count: requests that run at a time, at the most.
@@ -59,56 +58,15 @@ class Slots:
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self.count = count
-        # Each slot's block of its request's last token, the request's first block, and the batch that used it last.
-        self._last, self._first = (torch.full((count + 1,), -1, dtype=torch.int32, device=device) for _ in range(2))
-        self._used = torch.zeros(count + 1, dtype=torch.int64, device=device)
-        self._now = torch.zeros(1, dtype=torch.int64, device=device)
-        self.lost = torch.zeros(1, dtype=torch.int32, device=device)
+        self.count, self._tensors = count, kernels.new_slots(count, device)
+        self.lost = self._tensors[-1]
         self._told = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
-    def claim(self, table: Tensor, past: Tensor, total: Tensor, sealed: Tensor | None = None) -> Claim:
-        """Slots of requests; asks the device for nothing.
-
-        Args:
-            table: i32 (R, N), their blocks; block 0 belongs to none.
-            past: i32 (R,), tokens that they have.
-            total: i32 (R,), tokens that they have afterwards; 0 for rows that pad the batch.
-            sealed: i32 (P,), blocks that prompts among them fill.
-        """
-        none, spare = -1, self.count
-        last, head, used = self._last[:spare], self._first[:spare], self._used[:spare]
-        first = table[:, 0]
-        real = (total > 0) & (first > 0)
-        before, after = (
-            table.gather(1, ((tokens - 1).clamp(min=0) // PAGE)[:, None].long())[:, 0] for tokens in (past, total)
-        )
-        match = (last == before[:, None]) & (real & (past > 0))[:, None]
-        match &= match.cumsum(0) == 1
-        has = match.any(1)
-        need, fresh = real & ~has, real & (past == 0)
-        self.lost += (need & (past % PAGE > 0)).sum(dtype=torch.int32)
-        self._now += 1
-        # The longest unused come first; all that go on have been used now.
-        oldest = torch.where(match.any(0), self._now, used).argsort()
-        taken = oldest[(need.cumsum(0) - 1).clamp(min=0, max=spare - 1)]
-        slot = torch.where(has, match.int().argmax(1), torch.where(need, taken, spare))
-        self._used[slot] = self._now
-        # Blocks that are written now are in no other slot.
-        stale = ((last == after[:, None]) & real[:, None]).any(0)
-        if sealed is not None:
-            stale |= torch.isin(last, sealed)
-        last.masked_fill_(stale, none)
-        self._last[slot] = torch.where(real, after, none)
-        head.masked_fill_(((head == first[:, None]) & fresh[:, None]).any(0), none)
-        new = torch.where(need, slot, spare)
-        self._first[new] = torch.where(fresh, first, none)
-        # A slot is a source if its first page is there, or is written in this batch.
-        due = need & (past > 0)
-        same = head == first[:, None]
-        source = torch.where(same.any(1), same.int().argmax(1), none)
-        self._first[torch.where(due, slot, spare)] = torch.where(due, first, none)
-        return Claim(slot.int(), due.int(), source.int())
+    def claim(
+        self, table: Tensor, lengths: Tensor, decodes: int, past: Tensor | None = None, sealed: Tensor | None = None
+    ) -> kernels.Claimed:
+        """Slots of requests, once a batch: see `kernels.claim`."""
+        return kernels.claim(table, lengths, self._tensors, PAGE, decodes, past, sealed)
 
     def check(self) -> None:
         """Raises RuntimeError if a request lost its slot in a batch before; asks the device without waiting for it."""
@@ -120,41 +78,17 @@ class Slots:
 
 
 class WindowSteps(NamedTuple):
-    """Requests with one token each, the same in all layers of a format.
+    """Requests with one token each, the same in all layers.
 
     Attributes:
-        claim: of their slots.
+        claimed: their slots, and what follows from them.
         table: i32 (R, N), their blocks.
-        run: i32 (R, N), those behind the first, as attention reads them.
-        counters: i32 (4, R), as `kernels.decode_attention` wants them.
-        again: i32 (R,), whether a page begins.
-        start: i32 (R,), tokens before the page that is being filled.
-        full: i32 (R,), its tokens if this one fills it, else 0.
-        columns: i32 (R, `PAGE`), where they lie in `side_by_side` windows.
+        restores: whether a request may lack its first page, and no other batch's prompt fills it now.
     """
 
-    claim: Claim
+    claimed: kernels.Claimed
     table: Tensor
-    run: Tensor
-    counters: Tensor
-    again: Tensor
-    start: Tensor
-    full: Tensor
-    columns: Tensor
-
-    @classmethod
-    def of(cls, table: Tensor, lengths: Tensor, claim: Claim, heads: int, slots: int) -> WindowSteps:
-        """From the tokens of each request, i32 (R,), the one that comes included; a graph can hold it."""
-        past = (lengths - 1).clamp(min=0)
-        start = past // PAGE * PAGE
-        sealed = (start - PAGE).clamp(min=0)
-        # Rows that pad the batch have a token of their own, in the last slot.
-        counters = torch.stack([torch.zeros_like(past), past + 1, sealed, sealed])
-        full = ((lengths % PAGE == 0) & (claim.slot < slots)) * PAGE
-        window = torch.where(start > 0, claim.slot + slots + 1, claim.slot)
-        columns = window[:, None] * (heads * PAGE) + torch.arange(PAGE, dtype=torch.int32, device=past.device)
-        run = (table[:, 1:] if table.shape[1] > 1 else table).contiguous()
-        return cls(claim, table, run, counters, (past == start).int(), start, full.int(), columns.int())
+    restores: bool
 
 
 class WindowPrompts(NamedTuple):
@@ -279,13 +213,10 @@ class WindowPages(LayerPages):
 
     def take_step(self, query: Tensor, key: Tensor, value: Tensor, rows: WindowSteps) -> None:
         """Stores one token of each request, (R, H, D), and seals the pages that are full."""
-        claim, weight = rows.claim, None
-        kernels.append(key[:, :, None], value[:, :, None], rows.counters, self.windows, self.form, claim.slot)
-        if self.sums is not None:
-            weight = query.new_empty((*key.shape[:2], query.shape[2]), dtype=torch.float32)
-            observe(query[:, :, None], *self.sums, rows.again, weight, claim.slot)
-        sources = [side_by_side(window, len(claim.slot)) for window in self.tails]
-        self._seal_whole(rows.table, rows.start, rows.full, sources, rows.columns, weight)
+        new = query[:, :, None], key[:, :, None], value[:, :, None], rows.claimed
+        sums = [] if self.sums is None else self.sums
+        rest = self.tails, self.parts, rows.table, sums, self.form, self.rule, self.balance, rows.restores
+        kernels.take_page(*new, *rest)
 
     def take_prompts(self, query: Tensor, key: Tensor, value: Tensor, rows: PlacedPrompts) -> None:
         """Stores the new tokens of requests, (n, Hq, D) and (n, H, D), and seals the pages that are full.
@@ -321,12 +252,15 @@ class WindowPages(LayerPages):
         (keys, values), rest = self.parts, (claim.due, claim.source, claim.slot, self.form)
         kernels.restore(self.windows[:2], [table, *keys, *values], *rest)
 
-    def attend_step(self, query: Tensor, rows: WindowSteps, scaling: float) -> Tensor:
-        """Attention (R, Hq, D) of one token of each request, (R, Hq, D)."""
-        (keys, values), slot = self.parts, rows.claim.slot
-        runs, rest = [rows.run, *keys, *values], (None, None, scaling, 0.0, self.form)
-        found = kernels.decode_attention(query[:, :, None], rows.counters, self.windows, runs, *rest, rows=slot)
-        return found[:, :, 0]
+    def attend_step(self, query: Tensor, rows: WindowSteps, scaling: float, out: Tensor) -> None:
+        """Attention (R, Hq, D) of one token of each request, into (R, Hq, D)."""
+        (keys, values), claimed = self.parts, rows.claimed
+        slot, runs = claimed.found[0, : len(query)], [claimed.run, *keys, *values]
+        # Queries were there before tokens were stored.
+        kernels.decode_attention(
+            query[:, :, None], claimed.counters, self.windows, runs, None, None, scaling, 0.0, self.form, True, slot,
+            out=out[:, :, None],
+        )  # fmt: skip
 
     def _held(self) -> Sequence[Tensor]:
         assert self._batch is not None
@@ -341,9 +275,7 @@ class WindowPages(LayerPages):
         columns: Tensor,
         weight: Tensor | None,
     ) -> None:
-        def seal(at: int) -> None:
+        for at, parts in enumerate(self.parts):
             fmt, side, query = self.form.runs[0][at], SIDES[at], (weight, None)[at]
             rest = fmt, side, self.rule, query, self.balance[at]
-            kernels.seal_side(self.parts[at], table, start, full, sources[at], columns, *rest)
-
-        self._side_by_side(table, seal)
+            kernels.seal_side(parts, table, start, full, sources[at], columns, *rest)

@@ -44,6 +44,7 @@ from hfkvq.kernels import fused
 from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import run_count
+from hfkvq.kernels.norms import BALANCE
 from hfkvq.kernels.pages import RunView, StoreFormat
 from hfkvq.kernels.seal import RULES, range_rule
 from hfkvq.kernels.step import (
@@ -323,6 +324,17 @@ def step_in_slots(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, 
     attend_and_seal(asked, asked, 1, AttentionArguments(0.1), state, plan)
     pages = [torch.zeros(slots, heads, unit, dim, dtype=dtype) for _ in SIDES]
     kernels.restore(pages, state.flat_runs(), numbers[0], numbers[0], numbers[0], form)
+    table, lengths = state.runs[0].table, numbers[0]
+    if rule or any(fmt.whole for fmt in form.runs[0]):
+        claimed = kernels.claim(table, lengths, kernels.new_slots(slots, numbers.device), unit, rows)
+        windows = [torch.zeros(2 * slots + 2, heads, unit, dim, dtype=dtype) for _ in SIDES]
+        summed = [sums.new_zeros(slots + 1, heads, dim), numbers.new_zeros(heads, slots + 1)] if query else []
+        own, balance = replace(form, sink=unit), (BALANCE, BALANCE)
+        kernels.take_page(asked, new, new, claimed, windows, parts, table, summed, own, rule, balance, True)
+        kernels.claim(table, lengths, kernels.new_slots(300, numbers.device), unit, 1, lengths, lengths)
+    else:
+        tails = [torch.zeros(slots, heads, 16, dim, dtype=dtype) for _ in SIDES]
+        kernels.take_token(new, new, lengths, tails, parts, table, replace(form, sink=0))
     # Prompts of an engine, with windows and without.
     new, asked = (torch.zeros(7, count * heads, dim, dtype=dtype) for count in (1, 4))
     units, requests = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(8, rows, dtype=torch.int32)

@@ -69,6 +69,10 @@ def test_attention(backend, name):
     got = decode_attention(q, counters, mapped, *rest, rows=rows_on(backend))
     assert expected.isfinite().all()
     assert torch.equal(got, expected)
+    # Into a tensor of the caller's, whose strides may be its own.
+    for own in (torch.empty_like(expected), torch.empty_like(expected.mT).mT):
+        assert decode_attention(q, counters, mapped, *rest, rows=rows_on(backend), out=own) is own
+        assert torch.equal(own, expected)
 
 
 def test_observe(backend):

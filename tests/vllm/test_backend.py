@@ -373,6 +373,31 @@ def test_layers_have_blocks_of_their_own_widths(backend, monkeypatch):
         sizes[0].merge([sizes[0], sizes[22]])
 
 
+def test_formats_share_slots_and_batches(backend, monkeypatch):
+    """Builders of two widths make one batch, which claims slots once, also for the second layer."""
+    monkeypatch.setenv("HFKVQ_SCHEME", "best-2.5")
+    one, other = Engine(backend, monkeypatch), Engine(backend, monkeypatch)
+    count, claim = [], backend.Slots.claim
+    monkeypatch.setattr(backend.Slots, "claim", lambda own, *given: count.append(own) or claim(own, *given))
+    lengths, query = torch.tensor([3, 5], dtype=torch.int32), torch.randn(2, QUERY_HEADS, DIM)
+    for _ in range(2):
+        given = SimpleNamespace(
+            query_start_loc_cpu=torch.arange(3), seq_lens=lengths, seq_lens_cpu_upper_bound=None, num_reqs=2,
+            num_actual_tokens=2, block_table_tensor=torch.tensor([[3, 0], [4, 0]], dtype=torch.int32),
+        )  # fmt: skip
+        made = [engine.builder.build(0, given) for engine in (one, other)]
+        assert made[0] is made[1]
+        for engine, batch in zip((one, other), made, strict=True):
+            layer, new = SimpleNamespace(layer_name=LAYER), torch.randn(2, HEADS, DIM)
+            engine.impl.forward(layer, query, new, new, engine.cache, batch, torch.empty(2, QUERY_HEADS * DIM))
+        lengths += 1
+    assert count == [one.builder._slots] * 2
+    # Both layers have their tokens in the same slots.
+    held = [engine.impl._windows[0][:, :, :6].flatten(1).any(1).tolist() for engine in (one, other)]
+    assert held[0] == held[1]
+    assert sum(held[0]) == 2
+
+
 @pytest.mark.parametrize("name", ["saw-int4", "kitty-pro:sink_length=128:local_length=0"])
 def test_tokens_are_those_of_generate(backend, monkeypatch, tmp_path, name):
     """A model of which each layer's attention is the backend's."""

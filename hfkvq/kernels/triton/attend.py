@@ -15,9 +15,9 @@ from .attend_loose import attend_loose
 from .attend_pages import attend_pages
 from .attend_rows import first_token, last_past, last_visible, loop_tokens, mask_start, query_rows, row_counters
 from .fields import fields_of, query_fields, words_of
-from .pair_format import EARLY, FINE, TURNED
+from .pair_format import EARLY, FINE, SPARSE, TURNED
 
-BY_STEPS, IS_EARLY, IS_TURNED = (tl.constexpr(bit) for bit in (FINE, EARLY, TURNED))
+BY_STEPS, IS_EARLY, IS_TURNED, IF_FEW = (tl.constexpr(bit) for bit in (FINE, EARLY, TURNED, SPARSE))
 
 
 @triton.jit
@@ -48,15 +48,18 @@ def ask_ahead(p, BYTES: tl.constexpr):
 def split_steps(n_k, n_v, i_length, n_q, i_split, SPLITS, MODE, FORM: tl.constexpr, SHAPE: tl.constexpr):
     """Tokens that the loop takes in all, and the first and the end of a split's steps.
 
-    Each of SPLITS programs takes the steps of whole pages or, in the mode `FINE`, any number of steps.
+    Each of SPLITS programs takes the steps of whole pages or, in the mode `FINE` and in short rows of the mode
+    `SPARSE`, any number of steps.
     """
     BT: tl.constexpr = FORM.step
     G: tl.constexpr = SHAPE.G
     n_tokens = loop_tokens(n_k, n_v, i_length, n_q, FORM.open, SHAPE)
     i_base = first_token(i_length, n_q, n_tokens, SHAPE.S, G, SHAPE.WINDOW)
     n_rest = n_tokens - i_base
-    n_units = tl.where(MODE & BY_STEPS != 0, (n_rest + BT - 1) // BT, (n_rest + G - 1) // G)
-    n_share = (n_units + SPLITS - 1) // SPLITS * tl.where(MODE & BY_STEPS != 0, 1, G // BT)
+    n_steps = (n_rest + BT - 1) // BT
+    m_steps = (MODE & BY_STEPS != 0) | ((MODE & IF_FEW != 0) & (n_steps <= SPLITS))
+    n_units = tl.where(m_steps, n_steps, (n_rest + G - 1) // G)
+    n_share = (n_units + SPLITS - 1) // SPLITS * tl.where(m_steps, 1, G // BT)
     i_first = i_base // BT + i_split * n_share
     return n_tokens, i_first, tl.minimum(i_first + n_share, (n_tokens + BT - 1) // BT)
 
@@ -104,7 +107,8 @@ def attend_split(
     i_entry = i_split
     if ASKS:
         # Where every split has a page or a step, and that is where time is short, it is known which.
-        i_guess = tl.minimum(tl.where(MODE & BY_STEPS != 0, i_split * FORM.step // SHAPE.G, i_split), n_table - 1)
+        m_steps = MODE & (BY_STEPS | IF_FEW) != 0
+        i_guess = tl.minimum(tl.where(m_steps, i_split * FORM.step // SHAPE.G, i_split), n_table - 1)
         i_entry = table_entry(run, i_b, i_guess, n_table)
     if FORM.digits:
         p_rows, m_w = twice(p_q, 16, SHAPE.SHARE)

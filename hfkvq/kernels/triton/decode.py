@@ -78,6 +78,7 @@ def decode_attention_triton(
     store: str,
     early: bool = False,
     rows: Tensor | None = None,
+    out: Tensor | None = None,
     keep: Keep | None = None,
 ) -> Tensor:
     """Launcher of `hfkvq.kernels.decode_attention`."""
@@ -85,7 +86,8 @@ def decode_attention_triton(
     sink_k, sink_v, tail_k, tail_v = windows
     value_dim = sink_v.shape[-1]
     if not is_served(store, head_dim, value_dim, q.dtype):
-        return dequantized_decode(q, counters, windows, runs, mask, sinks, scaling, softcap, store, rows)
+        found = dequantized_decode(q, counters, windows, runs, mask, sinks, scaling, softcap, store, rows)
+        return found if out is None else out.copy_(found)
     rotate = rotates(store, head_dim)
     if not rotate and (outside := StoreFormat.parse(store).rotate_keys):
         q, early = hadamard(q.float(), outside), False
@@ -113,7 +115,12 @@ def decode_attention_triton(
 
         keep(again)
     last = [*([] if mask is None else [mask_words(mask)]), *last]
-    return _merged(plan, plan.launches, q, held, last, sinks, given.dtype)
+    return _merged(plan, plan.launches, q, held, last, sinks, given.dtype, out)
+
+
+def decode_attention_into_triton(q: Tensor, *rest: Any) -> None:
+    """Launcher of `hfkvq.kernels.decode_attention` into a tensor, which comes last."""
+    decode_attention_triton(q, *rest)
 
 
 def _merged(
@@ -124,15 +131,22 @@ def _merged(
     last: Sequence[Tensor],
     sinks: Tensor | None,
     dtype: torch.dtype,
+    given: Tensor | None = None,
 ) -> Tensor:
-    """Launches of queries, what is held, and what comes last before the sums of splits, and their merge."""
+    """Launches of queries, what is held, and what comes last before the sums of splits, and their merge.
+
+    The result is ``given`` if that is there.
+    """
     sums = torch.empty(sum(plan.sums), dtype=torch.float32, device=q.device)
     part, top, total = sums.split_with_sizes(plan.sums)
-    out = torch.empty(plan.out, dtype=plan.dtype, device=q.device)
+    direct = given is not None and given.dtype == plan.dtype and given.is_contiguous()
+    out = given if direct else torch.empty(plan.out, dtype=plan.dtype, device=q.device)
     for launch in launches:
         launch(q, *held, *last, part, top, total)
     if sinks is None:
         plan.merge(part, top, total, out)
     else:
         plan.merge(part, top, total, sinks.contiguous(), out)
+    if given is not None:
+        return given if direct else given.copy_(out)
     return out if out.dtype == dtype else out.to(dtype)

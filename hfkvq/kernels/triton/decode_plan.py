@@ -19,7 +19,7 @@ from .configs import Knobs, key_of, lookup
 from .decode_formats import DTYPES, loose_room, most_behind, pair_format, split_counts, takes_digits
 from .launch import Launch, Nest
 from .merge import SPLITS, merge_launch
-from .pair_format import EARLY, FINE, TURNED, DecodeShape, Factors, PairFormat, Row, Run
+from .pair_format import EARLY, FINE, SPARSE, TURNED, DecodeShape, Factors, PairFormat, Row, Run
 
 
 class Plan(NamedTuple):
@@ -172,7 +172,8 @@ def plan_of(
         pages = [paged[i] for i in own]
         programs = sum(pages) + (loose if own[0] == 0 else 0) + sum(rests[i] for i in own)
         registers = knobs[own[0]]["max_registers"]
-        mode = FINE * fine
+        # Tables may be far wider than what a row holds.
+        mode = FINE if fine else SPARSE * digits
         # Only the first launch comes behind `advance`.
         mode |= EARLY * (early and dependent and first == 0)
         # Long programs first, so that short ones fill what they leave; but where all fit side by side, windows first:

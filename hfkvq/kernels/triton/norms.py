@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,28 @@ MOST_ELEMENTS = 32768
 LEAST_SQUARE = tl.constexpr(LEAST)
 LEAST_DEVIATION, MOST_DEVIATION = (tl.constexpr(x) for x in DEVIATIONS)
 LEAST_FACTOR, MOST_FACTOR = (tl.constexpr(x) for x in FACTORS)
+
+
+class NormShape(NamedTuple):
+    """Constants of `page_factors`.
+
+    Attributes:
+        PER_CHANNEL: whether channels have scales of their own, and so tokens factors.
+        D: channels.
+        G: tokens of a page.
+        BD: D, a power of two.
+        BG: G, likewise.
+        ROUNDS: see `Balance`.
+        DEVIATION: whether that is the rule.
+    """
+
+    PER_CHANNEL: bool
+    D: int
+    G: int
+    BD: int
+    BG: int
+    ROUNDS: int
+    DEVIATION: bool
 
 
 @triton.jit
@@ -96,41 +118,11 @@ def factors_of_deviation(
     return tl.math.div_rn(b_best, tl.broadcast_to(b_total, (A,)))
 
 
-@triton.jit(do_not_specialize=["index", "new", "M", "L"])
-def page_norms_kernel(
-    out, source, index, new, s_b, s_h, s_l, s_d, H, M, L,
-    PER_CHANNEL: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr,
-    ROUNDS: tl.constexpr, DEVIATION: tl.constexpr,
-):  # fmt: skip
-    """One page of one head, as [A, B]: factors along A (tokens, if scales are per channel), scales along B."""
-    i_p, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    if new is not None:
-        if i_p * G >= tl.load(new + i_b):
-            return
-    NA: tl.constexpr = G if PER_CHANNEL else D
-    NB: tl.constexpr = D if PER_CHANNEL else G
-    A: tl.constexpr = BG if PER_CHANNEL else BD
-    B: tl.constexpr = BD if PER_CHANNEL else BG
-    o_t = tl.arange(0, BG)
-    o_c = tl.arange(0, BD)
-    b_column = tl.load(index + i_b * M + i_p * G + o_t, mask=o_t < G, other=0)
-    b_column = tl.minimum(tl.maximum(b_column, 0), L - 1).to(tl.int64)
-    p_x = source + i_b * s_b + i_h * s_h
-    if PER_CHANNEL:
-        p_tile = p_x + (b_column * s_l)[:, None] + (o_c * s_d)[None, :]
-    else:
-        p_tile = p_x + (o_c * s_d)[:, None] + (b_column * s_l)[None, :]
-    m_a = tl.arange(0, A) < NA
-    m_b = tl.arange(0, B) < NB
-    # [A, B]
-    b_x = tl.load(p_tile, mask=m_a[:, None] & m_b[None, :], other=0.0).to(tl.float32)
-    b_x = tl.where(tl.abs(b_x) <= F16_MAX, b_x, 0.0)
-    p_out = out + (i_bh * (M // G) + i_p) * NA + tl.arange(0, A)
-    if DEVIATION:
-        b_best = factors_of_deviation(b_x, m_a, m_b, NA, NB, A, B, ROUNDS)
-        tl.store(p_out, b_best.to(tl.float16), mask=m_a)
-        return
+@triton.jit
+def factors_of_error(
+    b_x, m_a, m_b, NA: tl.constexpr, NB: tl.constexpr, A: tl.constexpr, B: tl.constexpr, ROUNDS: tl.constexpr
+):
+    """Factors [A] by the rule "error"."""
     b_power = b_x * b_x
     # [1]
     b_mean = tree_mean(tree_mean(b_power, NB, A, B, 1), NA, A, 1, 0)
@@ -156,7 +148,57 @@ def page_norms_kernel(
         b_loss *= tree_mean(tl.where(m_a, b_norm * b_norm, 0.0), NA, A, 1, 0)
         b_best = tl.where(b_loss < b_least, b_norm, b_best)
         b_least = tl.minimum(b_loss, b_least)
+    return b_best
+
+
+@triton.jit
+def page_factors(p_out, p_x, b_column, s_l, s_d, SHAPE: tl.constexpr):
+    """Writes factors of one page of one head: columns ``b_column`` [BG] of its tokens.
+
+    The page is [A, B]: factors along A (tokens, if scales are per channel), scales along B.
+    """
+    PER_CHANNEL: tl.constexpr = SHAPE.PER_CHANNEL
+    D: tl.constexpr = SHAPE.D
+    G: tl.constexpr = SHAPE.G
+    BD: tl.constexpr = SHAPE.BD
+    BG: tl.constexpr = SHAPE.BG
+    NA: tl.constexpr = G if PER_CHANNEL else D
+    NB: tl.constexpr = D if PER_CHANNEL else G
+    A: tl.constexpr = BG if PER_CHANNEL else BD
+    B: tl.constexpr = BD if PER_CHANNEL else BG
+    o_c = tl.arange(0, BD)
+    b_column = b_column.to(tl.int64)
+    if PER_CHANNEL:
+        p_tile = p_x + (b_column * s_l)[:, None] + (o_c * s_d)[None, :]
+    else:
+        p_tile = p_x + (o_c * s_d)[:, None] + (b_column * s_l)[None, :]
+    m_a = tl.arange(0, A) < NA
+    m_b = tl.arange(0, B) < NB
+    # [A, B]
+    b_x = tl.load(p_tile, mask=m_a[:, None] & m_b[None, :], other=0.0).to(tl.float32)
+    b_x = tl.where(tl.abs(b_x) <= F16_MAX, b_x, 0.0)
+    p_out += tl.arange(0, A)
+    if SHAPE.DEVIATION:
+        b_best = factors_of_deviation(b_x, m_a, m_b, NA, NB, A, B, SHAPE.ROUNDS)
+    else:
+        b_best = factors_of_error(b_x, m_a, m_b, NA, NB, A, B, SHAPE.ROUNDS)
     tl.store(p_out, b_best.to(tl.float16), mask=m_a)
+
+
+@triton.jit(do_not_specialize=["index", "new", "M", "L"])
+def page_norms_kernel(out, source, index, new, s_b, s_h, s_l, s_d, H, M, L, SHAPE: tl.constexpr):
+    """One page of one head."""
+    G: tl.constexpr = SHAPE.G
+    i_p, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    if new is not None:
+        if i_p * G >= tl.load(new + i_b):
+            return
+    o_t = tl.arange(0, SHAPE.BG)
+    b_column = tl.load(index + i_b * M + i_p * G + o_t, mask=o_t < G, other=0)
+    b_column = tl.minimum(tl.maximum(b_column, 0), L - 1)
+    p_out = out + (i_bh * (M // G) + i_p) * (G if SHAPE.PER_CHANNEL else SHAPE.D)
+    page_factors(p_out, source + i_b * s_b + i_h * s_h, b_column, s_l, s_d, SHAPE)
 
 
 def page_norms_triton(
@@ -181,21 +223,18 @@ def page_norms_triton(
             H=heads,
             M=index.shape[1],
             L=length,
-            **_constants(axis, page, head_dim, rounds, rule),
+            **norm_constants(axis, page, head_dim, rounds, rule),
         )
     return out
 
 
-def _constants(axis: str, page: int, head_dim: int, rounds: int, rule: str) -> dict[str, Any]:
+def norm_constants(axis: str, page: int, head_dim: int, rounds: int, rule: str) -> dict[str, Any]:
+    """Constants of `page_norms_kernel`, its number of warps included."""
     elements = power(page) * power(head_dim)
     return {
-        "PER_CHANNEL": axis == "channel",
-        "D": head_dim,
-        "G": page,
-        "BD": power(head_dim),
-        "BG": power(page),
-        "ROUNDS": rounds,
-        "DEVIATION": rule == "deviation",
+        "SHAPE": NormShape(
+            axis == "channel", head_dim, page, power(head_dim), power(page), rounds, rule == "deviation"
+        ),
         # 252 registers for a page of 128 x 128; sixteen warps have 128 each, and spill.
         "num_warps": 16 if elements > 16384 else max(4, min(8, elements // 1024)),
         # The reference multiplies and adds, and rounds both.
@@ -206,6 +245,6 @@ def _constants(axis: str, page: int, head_dim: int, rounds: int, rule: str) -> d
 def norms_wanted(fmt: PageFormat, heads: int, head_dim: int, balance: Balance, dtype: torch.dtype) -> Iterator[Wanted]:
     """The variant for prompts and for steps."""
     if power(fmt.page_size) * power(head_dim) <= MOST_ELEMENTS:
-        constants = _constants(fmt.axis, fmt.page_size, head_dim, *balance)
+        constants = norm_constants(fmt.axis, fmt.page_size, head_dim, *balance)
         tensors = (torch.float16, dtype, torch.int32, torch.int32)
         yield Wanted(page_norms_kernel, (*tensors, 16, 16, 16, 1, heads, 1, 1), constants)

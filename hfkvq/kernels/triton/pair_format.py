@@ -136,6 +136,6 @@ class DecodeShape(NamedTuple):
     WINDOW: int
 
 
-FINE, EARLY, TURNED = 1, 2, 4
+FINE, EARLY, TURNED, SPARSE = 1, 2, 4, 8
 """Bits of a launch's MODE: splits are of steps, not of whole pages; queries were there before the launch before this
-one; windows come before pages."""
+one; windows come before pages; splits are of steps in rows that have no more steps than there are splits."""

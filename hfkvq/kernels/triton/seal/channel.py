@@ -96,7 +96,9 @@ def fit_channels(
     o_t = tl.arange(0, T * CN) // CN
     o_x = tl.reshape(tl.broadcast_to(o_d[None, :], (T, CN)), (T * CN,))
     m_x = tl.reshape(m_t[:, None] & m_d[None, :], (T * CN,))
-    b_column = tl.load(p_column + o_t, mask=m_x, other=0).to(tl.int64)
+    b_column = o_t.to(tl.int64)
+    if p_column is not None:
+        b_column = tl.load(p_column + o_t, mask=m_x, other=0).to(tl.int64)
     b_x = tl.load(p_source + b_column * s_l + o_x * s_d, mask=m_x, other=0.0).to(tl.float32)
     if p_norm is not None:
         b_norm = tl.load(p_norm + o_t, mask=m_x, other=1.0).to(tl.float32)
@@ -123,14 +125,17 @@ def store_groups(scale, zero, b_scale, b_zero, i_group, o_d, m_d, D: tl.constexp
     tl.store(zero + o_group, b_zero, mask=m_group)
 
 
-@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
-def seal_channel_kernel(
-    page, table, count, new, source, index, widths, weight, given, strides, H, N, M, SHAPE: tl.constexpr
-):
-    """NG groups of GROUP tokens times the FIELDS * BE channels of BE words.
+@triton.jit
+def seal_channels(
+    page, p_source, p_column, b_column, p_widths, p_weight, p_norm, i_head, i_h, i_token, i_e, s_l, s_d,
+    SHAPE: tl.constexpr,
+):  # fmt: skip
+    """NG groups of GROUP tokens, from token ``i_token`` of the row on, times the FIELDS * BE channels of BE words.
 
     Channels of a tile are [FH, C] with C = FL * BE: FL fields and the words of a row lie along a warp, FH fields and
-    all tokens in registers, so that ranges over tokens are cheap and a word is made with few shuffles.
+    all tokens in registers, so that ranges over tokens are cheap and a word is made with few shuffles. Tokens are
+    columns ``b_column`` of a head's source, which ``p_column`` holds, or is None where they come in turn. Widths,
+    weight and factors of the page and head may be None.
     """
     D: tl.constexpr = SHAPE.D
     G: tl.constexpr = SHAPE.G
@@ -145,28 +150,17 @@ def seal_channel_kernel(
     BE: tl.constexpr = SHAPE.BE
     FL: tl.constexpr = SHAPE.FL
     VEC: tl.constexpr = SHAPE.VEC
-    i_g, i_bh, i_e = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    i_b, i_h = i_bh // H, i_bh % H
-    i_j = i_g * (NG * GROUP)
-    o_t = tl.arange(0, NG * BG)
-    # Several groups, or raised channels: no group is padded.
-    m_t = o_t >= 0 if BG == GROUP else o_t < GROUP
-    # Three loads at once, before one of them may say that there is nothing to do.
-    i_count = tl.load(count + i_b)
-    p_column = index + i_b * M + i_j
-    b_column = tl.load(p_column + o_t, mask=m_t, other=0)
-    if i_j >= tl.minimum(tl.load(new + i_b), M):
-        return
     FIELDS: tl.constexpr = 16 // BITS
     LEVELS: tl.constexpr = (1 << BITS) - 1
     E: tl.constexpr = (D + FIELDS - 1) // FIELDS
     BT: tl.constexpr = NG * BG
+    o_t = tl.arange(0, BT)
+    # Several groups, or raised channels: no group is padded.
+    m_t = o_t >= 0 if BG == GROUP else o_t < GROUP
     FH: tl.constexpr = FIELDS // FL
     C: tl.constexpr = FL * BE
     EXACT: tl.constexpr = (BE * FIELDS == D) & (BG == GROUP)
-    RAISES: tl.constexpr = (CHOOSE > 0) | (widths is not None)
-    i_token = i_count + i_j
-    i_head = tl.load(table + i_b * N + i_token // G).to(tl.int64) * H + i_h
+    RAISES: tl.constexpr = (CHOOSE > 0) | (p_widths is not None)
     i_slot = i_token % G
 
     # Offsets in C are visibly contiguous by VEC; else the compiler loads more at a time and leaves lanes to tokens.
@@ -174,13 +168,12 @@ def seal_channel_kernel(
     o_v = o_i // VEC
     o_e = i_e * BE + o_v % (BE // VEC) * VEC + o_i % VEC
     o_l = o_v // (BE // VEC) * E + o_e
-    p_source = source + i_b * strides[0] + i_h * strides[1]
     FITS: tl.constexpr = FIT > 0
     # Rules that look at tokens do so in this order. Registers that fit scales have no room for them.
     EARLY: tl.constexpr = not (FITS or CHOOSE == 3) or CHOOSE == 1 or CHOOSE == 2
     if EARLY:
         # [FH, BT, C]
-        b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, strides[2], strides[3], FL * E, D, FH, EXACT)
+        b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT)
         b_x = b_raw.to(tl.float32)
     # [FH, C]
     o_c = (tl.arange(0, FH) * (FL * E))[:, None] + o_l[None, :]
@@ -197,9 +190,6 @@ def seal_channel_kernel(
     i_used4 = 0
     i_used16 = 0
     if CHOOSE == 2:
-        p_weight = weight
-        if weight is not None:
-            p_weight = weight + i_bh * D
         m_4, m_16 = choose_ranges(
             b_x, p_weight, o_c, m_c, SHAPE.OVER16, SHAPE.OVER4, SHAPE.DIVISOR, COUNT4, COUNT16, FH, C
         )
@@ -210,13 +200,10 @@ def seal_channel_kernel(
             b_place4 = place_chosen(m_4, FH, C)
             i_used4 = tl.sum(tl.ravel(m_4.to(tl.int32)), 0)
     elif CHOOSE > 0:
-        p_weight = weight
-        if weight is not None:
-            p_weight = weight + i_bh * D
         if CHOOSE == 3:
             LOW: tl.constexpr = FIT if page.norm is None else 0
             b_fitted, b_least, b_lost = fit_channels(
-                p_source, p_column, None, m_t, o_d, m_d, strides[2], strides[3], LEVELS, FIT, GROUP, NG, BG, True
+                p_source, p_column, None, m_t, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, BG, True
             )
             if LOW:
                 store_groups(page.scale, page.zero, b_fitted, b_least, i_group, o_d, m_d, D, NG)
@@ -237,8 +224,7 @@ def seal_channel_kernel(
             m_4 = (b_rank >= COUNT16) & (b_rank < COUNT16 + COUNT4)
             b_place4 = place_chosen(m_4, FH, C)
             i_used4 = COUNT4
-    elif widths is not None:
-        p_widths = widths + (i_bh * (M // G) + i_j // G) * D
+    elif p_widths is not None:
         b_width = tl.load(p_widths + o_c, mask=m_c, other=0).to(tl.int32)
         if COUNT4 > 0:
             b_place4, i_used4 = place_width(p_widths, o_c, 4, D, SHAPE.BD, FH, C)
@@ -249,13 +235,10 @@ def seal_channel_kernel(
             m_16 = (b_width == 16) & (b_place16 < COUNT16)
             i_used16 = tl.minimum(i_used16, COUNT16)
 
-    p_norm = given
-    if given is not None:
-        p_norm = given + i_bh * M + i_j
     if FITS:
         if CHOOSE != 3 or page.norm is not None:
             b_fitted, b_least, _ = fit_channels(
-                p_source, p_column, p_norm, m_t, o_d, m_d, strides[2], strides[3], LEVELS, FIT, GROUP, NG, BG, False
+                p_source, p_column, p_norm, m_t, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, BG, False
             )
             store_groups(page.scale, page.zero, b_fitted, b_least, i_group, o_d, m_d, D, NG)
         if COUNT4 > 0 and RAISES:
@@ -267,18 +250,18 @@ def seal_channel_kernel(
             # Other programs may have other words.
             m_r4, o_r4 = o_r4 >= 0, tl.maximum(o_r4, 0)
             b_fitted, b_least, _ = fit_channels(
-                p_source, p_column, p_norm, m_t, o_r4, m_r4, strides[2], strides[3], 15, FIT, GROUP, NG, BG, False
+                p_source, p_column, p_norm, m_t, o_r4, m_r4, s_l, s_d, 15, FIT, GROUP, NG, BG, False
             )
             # They have scales of low width from all of them.
             tl.debug_barrier()
             store_groups(page.scale, page.zero, b_fitted, b_least, i_group, o_r4, m_r4, D, NG)
         tl.debug_barrier()
     if not EARLY or FITS:
-        b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, strides[2], strides[3], FL * E, D, FH, EXACT)
+        b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT)
         b_x = b_raw.to(tl.float32)
     if page.norm is not None:
         b_norm = tl.full([BT], 1.0, tl.float16)
-        if given is not None:
+        if p_norm is not None:
             b_norm = tl.load(p_norm + o_t, mask=m_t, other=1.0)
         if i_e == 0:
             tl.store(page.norm + i_head * G + i_slot + o_t, b_norm, mask=m_t)
@@ -300,10 +283,9 @@ def seal_channel_kernel(
         b_low, b_high = tl.min(b_own, 2), tl.max(b_own, 2)
         if is_wide(b_low, b_high):
             # Loaded once more: hardly ever, and registers for it would cost every
-            b_column = tl.load(p_column + o_t, mask=m_t, other=0)
-            b_again = load_tokens(
-                p_source, b_column, m_t, o_l, o_e < E, strides[2], strides[3], FL * E, D, FH, EXACT
-            ).to(tl.float32)
+            if p_column is not None:
+                b_column = tl.load(p_column + o_t, mask=m_t, other=0)
+            b_again = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT).to(tl.float32)
             if page.norm is not None:
                 b_again = b_again * b_share[None, :, None]
             m_own = m_t[None, :, None] & (tl.abs(b_again) <= F16_MAX)
@@ -380,6 +362,40 @@ def seal_channel_kernel(
                 tl.zeros_like(o_free16).to(page.full_index.dtype.element_ty),
                 mask=m_free16,
             )
+
+
+@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
+def seal_channel_kernel(
+    page, table, count, new, source, index, widths, weight, given, strides, H, N, M, SHAPE: tl.constexpr
+):
+    """Groups of tokens of a row and head, and words, as `seal_channels` takes them."""
+    D: tl.constexpr = SHAPE.D
+    G: tl.constexpr = SHAPE.G
+    i_g, i_bh, i_e = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    i_b, i_h = i_bh // H, i_bh % H
+    i_j = i_g * (SHAPE.NG * SHAPE.GROUP)
+    o_t = tl.arange(0, SHAPE.NG * SHAPE.BG)
+    m_t = o_t >= 0 if SHAPE.BG == SHAPE.GROUP else o_t < SHAPE.GROUP
+    # Three loads at once, before one of them may say that there is nothing to do.
+    i_count = tl.load(count + i_b)
+    p_column = index + i_b * M + i_j
+    b_column = tl.load(p_column + o_t, mask=m_t, other=0)
+    if i_j >= tl.minimum(tl.load(new + i_b), M):
+        return
+    i_token = i_count + i_j
+    i_head = tl.load(table + i_b * N + i_token // G).to(tl.int64) * H + i_h
+    p_source = source + i_b * strides[0] + i_h * strides[1]
+    p_widths, p_weight, p_norm = widths, weight, given
+    if widths is not None:
+        p_widths = widths + (i_bh * (M // G) + i_j // G) * D
+    if weight is not None:
+        p_weight = weight + i_bh * D
+    if given is not None:
+        p_norm = given + i_bh * M + i_j
+    seal_channels(
+        page, p_source, p_column, b_column, p_widths, p_weight, p_norm, i_head, i_h, i_token, i_e, strides[2],
+        strides[3], SHAPE,
+    )  # fmt: skip
 
 
 def ranks_in_kernel(form: PageFormat, head_dim: int) -> bool:

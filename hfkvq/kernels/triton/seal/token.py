@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,6 +19,30 @@ TOKEN_TILE, TOKEN_THREAD = 8192, 64
 """Most elements of a tile, and elements of a thread."""
 
 
+class TokenShape(NamedTuple):
+    """Constants of `seal_token_kernel`.
+
+    Attributes:
+        D: channels.
+        G: tokens of a page.
+        BITS: width of a code.
+        GROUP: channels that share a token's scale.
+        FIT: power of the error that scales are fitted to, 0 for none.
+        TOKEN_MAJOR: whether a token's codes lie side by side.
+        BT: slots of a tile.
+        BE: words of a token, a power of two.
+    """
+
+    D: int
+    G: int
+    BITS: int
+    GROUP: int
+    FIT: int
+    TOKEN_MAJOR: bool
+    BT: int
+    BE: int
+
+
 @triton.jit
 def due_tile(p_count, p_new, i_t, M, BT: tl.constexpr):
     """Place in a row: the first slot of its i_t-th tile of BT that new tokens touch, sealed tokens, and new ones."""
@@ -27,44 +51,46 @@ def due_tile(p_count, p_new, i_t, M, BT: tl.constexpr):
     return (i_count // BT + i_t) * BT, i_count, i_new
 
 
-@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
-def seal_token_kernel(
-    page, table, count, new, source, index, given, strides, H, N, M, D: tl.constexpr, G: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, FIT: tl.constexpr, TOKEN_MAJOR: tl.constexpr, BT: tl.constexpr,
-    BE: tl.constexpr,
-):  # fmt: skip
-    """The due ones of BT slots of a page. The fields of a word lie in one thread."""
-    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    i_first, i_count, i_new = due_tile(count + i_b, new + i_b, i_t, M, BT)
-    if i_first >= i_count + i_new or i_new <= 0:
-        return
+@triton.jit
+def seal_tokens(page, p_source, p_column, p_given, i_head, i_first, i_count, i_new, s_l, s_d, SHAPE: tl.constexpr):
+    """The due ones of BT slots of a page, from slot ``i_first`` of the row on. A word's fields lie in one thread.
+
+    The row's new tokens, from ``i_count`` on, are columns of a head's source by ``p_column``, or in turn if that is
+    None. ``p_given``: factors of the row's new pages.
+    """
+    D: tl.constexpr = SHAPE.D
+    G: tl.constexpr = SHAPE.G
+    BITS: tl.constexpr = SHAPE.BITS
+    GROUP: tl.constexpr = SHAPE.GROUP
+    FIT: tl.constexpr = SHAPE.FIT
+    BT: tl.constexpr = SHAPE.BT
+    BE: tl.constexpr = SHAPE.BE
     FIELDS: tl.constexpr = 16 // BITS
     LEVELS: tl.constexpr = (1 << BITS) - 1
     E: tl.constexpr = (D + FIELDS - 1) // FIELDS
     EXACT: tl.constexpr = BE * FIELDS == D
     # Whole fields make a group, or a field holds whole groups.
     ALIGNED: tl.constexpr = (GROUP == D) or (EXACT and (GROUP % E == 0 or E % GROUP == 0))
-    i_head = tl.load(table + i_b * N + i_first // G).to(tl.int64) * H + i_h
     i_slot = i_first % G
     o_j = i_first - i_count + tl.arange(0, BT)
     m_t = (o_j >= 0) & (o_j < i_new)
     o_slot = i_slot + tl.arange(0, BT)
     o_e = tl.arange(0, BE)
-    p_source = source + i_b * strides[0] + i_h * strides[1]
-    b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0)
+    b_column = o_j
+    if p_column is not None:
+        b_column = tl.load(p_column + o_j, mask=m_t, other=0)
     # [FIELDS, BT, BE]
-    b_x = load_tokens(p_source, b_column, m_t, o_e, o_e < E, strides[2], strides[3], E, D, FIELDS, False).to(tl.float32)
+    b_x = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
     # [FIELDS, 1, BE]
     o_c = (tl.arange(0, FIELDS) * E)[:, None, None] + o_e[None, None, :]
     m_c = (o_c < D) & (o_e < E)[None, None, :]
     if page.norm is not None:
         # Whole pages are new, so a tile lies within one of them.
         b_norm = tl.full([FIELDS, BT, BE], 1.0, tl.float16)
-        if given is not None:
-            p_given = given + (i_bh * (M // G) + (i_first - i_count) // G) * D + o_c
+        if p_given is not None:
+            p_own = p_given + (i_first - i_count) // G * D + o_c
             # There are as many as elements: they are loaded where they are used, since moving them would cost more.
-            b_norm = tl.load(tl.broadcast_to(p_given, (FIELDS, BT, BE)), mask=m_c, other=1.0)
+            b_norm = tl.load(tl.broadcast_to(p_own, (FIELDS, BT, BE)), mask=m_c, other=1.0)
         p_norm = tl.broadcast_to(page.norm + i_head * D + o_c, (FIELDS, BT, BE))
         tl.store(p_norm, b_norm, mask=m_c & (o_slot == 0)[None, :, None])
         b_share = tl.math.div_rn(tl.full([FIELDS, BT, BE], 1.0, tl.float32), b_norm.to(tl.float32))
@@ -85,10 +111,10 @@ def seal_token_kernel(
         b_low, b_high = tl.min(tl.min(b_own, 1), 3), tl.max(tl.max(b_own, 1), 3)
         if is_wide(b_low, b_high):
             # Loaded once more: hardly ever, and registers for it would cost every tile.
-            b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0)
-            b_again = load_tokens(
-                p_source, b_column, m_t, o_e, o_e < E, strides[2], strides[3], E, D, FIELDS, False
-            ).to(tl.float32)
+            b_column = o_j
+            if p_column is not None:
+                b_column = tl.load(p_column + o_j, mask=m_t, other=0)
+            b_again = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
             if page.norm is not None:
                 b_again = b_again * b_share
             m_own = m_c & (tl.abs(b_again) <= F16_MAX)
@@ -133,11 +159,29 @@ def seal_token_kernel(
         b_code = tl.where(m_c, b_code, 0)
     # [BT, BE]
     b_word = tl.sum(b_code << (tl.arange(0, FIELDS) * BITS)[:, None, None], 0).to(tl.int16)
-    if TOKEN_MAJOR:
+    if SHAPE.TOKEN_MAJOR:
         p_word = page.codes + i_head * (G * E) + o_slot[:, None] * E + o_e[None, :]
     else:
         p_word = page.codes + i_head * (G * E) + o_slot[:, None] + o_e[None, :] * G
     tl.store(p_word, b_word, mask=m_t[:, None] & (o_e < E)[None, :])
+
+
+@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
+def seal_token_kernel(page, table, count, new, source, index, given, strides, H, N, M, SHAPE: tl.constexpr):
+    """The due ones of BT slots of a page."""
+    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    i_first, i_count, i_new = due_tile(count + i_b, new + i_b, i_t, M, SHAPE.BT)
+    if i_first >= i_count + i_new or i_new <= 0:
+        return
+    i_head = tl.load(table + i_b * N + i_first // SHAPE.G).to(tl.int64) * H + i_h
+    p_source = source + i_b * strides[0] + i_h * strides[1]
+    p_given = given
+    if given is not None:
+        p_given = given + i_bh * (M // SHAPE.G) * SHAPE.D
+    seal_tokens(
+        page, p_source, index + i_b * M, p_given, i_head, i_first, i_count, i_new, strides[2], strides[3], SHAPE
+    )
 
 
 @triton.jit
@@ -232,14 +276,15 @@ def token_constants(form: PageFormat, is_keys: bool, tokens: int, head_dim: int)
     # Groups that cut across fields take masks, and those registers.
     share = 1 if head_dim in (form.group_size, fields * words) else 2
     block, tiles = _slots(form, tokens, max(1, TOKEN_TILE // share // (fields * words)))
-    return tiles, {
-        "D": head_dim,
-        "G": form.page_size,
-        "BITS": form.bits,
-        "GROUP": form.group_size,
-        "FIT": form.fit,
-        "TOKEN_MAJOR": is_keys,
-        "BT": block,
-        "BE": words,
-        "num_warps": warps_of(block * fields * words, (FIT_THREAD if form.fit else TOKEN_THREAD) // share),
-    }
+    shape = TokenShape(
+        D=head_dim,
+        G=form.page_size,
+        BITS=form.bits,
+        GROUP=form.group_size,
+        FIT=form.fit,
+        TOKEN_MAJOR=is_keys,
+        BT=block,
+        BE=words,
+    )
+    warps = warps_of(block * fields * words, (FIT_THREAD if form.fit else TOKEN_THREAD) // share)
+    return tiles, {"SHAPE": shape, "num_warps": warps}
