@@ -14,8 +14,8 @@ from torch import Tensor
 from ._lib import power
 from .launch import Launch
 
-TILE, WARPS = 8192, 8
-"""Pairs of a request and a slot that are compared at a time, and warps."""
+TILE = 8192
+"""Pairs of a request and a slot that are compared at a time."""
 
 COPIED = 512
 """Blocks of a table that are copied at a time."""
@@ -187,7 +187,7 @@ def _launch(
 
     numbers = {"R": rows, "D": decodes, "N": blocks, "S": slots, "P": sealed, "F": stride}
     grid = (1 + decodes * (blocks > 1),)
-    return Launch(claim_kernel, grid, numbers, {**constants, "num_warps": WARPS}, device, nest)
+    return Launch(claim_kernel, grid, numbers, {**constants, "num_warps": 8 if size == 16 else 16}, device, nest)
 
 
 def claim_triton(
