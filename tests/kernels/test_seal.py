@@ -55,6 +55,7 @@ FORMATS = [
     ("4c8p24f2+16x5", "keys", 64),
     ("2t32p64f4", "values", 96),
     ("4t64p64f2", "keys", 64),
+    ("4t128p128f2", "keys", 128),
     ("2t24p8nf3", "values", 72),
 ]
 ROWS, HEADS, PAGES = 3, 2, 4

@@ -83,35 +83,40 @@ class ChannelShape(NamedTuple):
 
 @triton.jit
 def fit_channels(
-    p_source, p_column, p_norm, m_t, o_d, m_d, s_l, s_d, LEVELS: tl.constexpr, FIT: tl.constexpr, GROUP: tl.constexpr,
+    p_source, p_column, p_norm, o_d, m_d, s_l, s_d, LEVELS: tl.constexpr, FIT: tl.constexpr, GROUP: tl.constexpr,
     NG: tl.constexpr, BG: tl.constexpr, LOSES: tl.constexpr,
 ):  # fmt: skip
     """Scale and zero (f16) of groups of these channels, [NG, CN]; with LOSES also each channel's squared errors, [CN].
 
-    A channel stands in one lane, so that what is worked out for a group is worked out for few, and sums over its tokens
-    take no shuffles. Loads that the compiler sees to be contiguous would deal tokens out to lanes.
+    Four lanes have a channel, so that what is worked out for a group is worked out for few, and sums stay within a warp
+    where there are channels enough. Loads that the compiler sees to be contiguous would deal tokens out to lanes.
     """
-    T: tl.constexpr = NG * BG
     CN: tl.constexpr = o_d.shape[0]
-    o_t = tl.arange(0, T * CN) // CN
-    o_x = tl.reshape(tl.broadcast_to(o_d[None, :], (T, CN)), (T * CN,))
-    m_x = tl.reshape(m_t[:, None] & m_d[None, :], (T * CN,))
+    LANES: tl.constexpr = 4 if BG >= 4 else BG
+    ROWS: tl.constexpr = BG // LANES
+    o_i = tl.arange(0, NG * BG * CN)
+    o_slot = o_i // (LANES * CN * NG) * LANES + (o_i % LANES ^ (LANES > 1))
+    o_t = o_i // (LANES * CN) % NG * BG + o_slot
+    o_x = tl.reshape(tl.broadcast_to(o_d[None, None, :, None], (ROWS, NG, CN, LANES)), (NG * BG * CN,))
+    m_x = tl.reshape(tl.broadcast_to(m_d[None, None, :, None], (ROWS, NG, CN, LANES)), (NG * BG * CN,))
+    if BG != GROUP:
+        m_x = m_x & (o_slot < GROUP)
     b_column = o_t.to(tl.int64)
     if p_column is not None:
         b_column = tl.load(p_column + o_t, mask=m_x, other=0).to(tl.int64)
     b_x = tl.load(p_source + b_column * s_l + o_x * s_d, mask=m_x, other=0.0).to(tl.float32)
     if p_norm is not None:
         b_norm = tl.load(p_norm + o_t, mask=m_x, other=1.0).to(tl.float32)
-        b_x = b_x * tl.math.div_rn(tl.full([T * CN], 1.0, tl.float32), b_norm)
-    b_x, m_x = tl.reshape(b_x, (NG, BG, CN)), tl.reshape(m_x, (NG, BG, CN))
-    b_units, b_scale, b_zero, b_low, b_step, b_per_step, b_count, b_sum = in_steps(b_x, m_x, LEVELS, 1, None)
+        b_x = b_x * tl.math.div_rn(tl.full([NG * BG * CN], 1.0, tl.float32), b_norm)
+    b_x, m_x = tl.reshape(b_x, (ROWS, NG, CN, LANES)), tl.reshape(m_x, (ROWS, NG, CN, LANES))
+    b_units, b_scale, b_zero, b_low, b_step, b_per_step, b_count, b_sum = in_steps(b_x, m_x, LEVELS, 0, 3)
     if FIT:
         b_scale, b_zero = fit_scale(
-            b_units, b_scale, b_zero, b_low, b_step, b_per_step, b_count, b_sum, LEVELS, FIT, GROUP, 1, None
+            b_units, b_scale, b_zero, b_low, b_step, b_per_step, b_count, b_sum, LEVELS, FIT, GROUP, 0, 3
         )  # fmt: skip
     b_lost = tl.zeros([CN], tl.float32)
     if LOSES:
-        b_lost = squared_errors(b_units, b_scale, b_zero, b_low, b_step, b_per_step, b_count, LEVELS, GROUP, 1, None)
+        b_lost = squared_errors(b_units, b_scale, b_zero, b_low, b_step, b_per_step, b_count, LEVELS, GROUP, 0, 3)
         b_lost = tl.reshape(halving_sum(tl.reshape(b_lost, (1, NG, CN)), 1, NG, CN), (CN,))
     return tl.reshape(b_scale, (NG, CN)), tl.reshape(b_zero, (NG, CN)), b_lost
 
@@ -203,7 +208,7 @@ def seal_channels(
         if CHOOSE == 3:
             LOW: tl.constexpr = FIT if page.norm is None else 0
             b_fitted, b_least, b_lost = fit_channels(
-                p_source, p_column, None, m_t, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, BG, True
+                p_source, p_column, None, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, BG, True
             )
             if LOW:
                 store_groups(page.scale, page.zero, b_fitted, b_least, i_group, o_d, m_d, D, NG)
@@ -238,7 +243,7 @@ def seal_channels(
     if FITS:
         if CHOOSE != 3 or page.norm is not None:
             b_fitted, b_least, _ = fit_channels(
-                p_source, p_column, p_norm, m_t, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, BG, False
+                p_source, p_column, p_norm, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, BG, False
             )
             store_groups(page.scale, page.zero, b_fitted, b_least, i_group, o_d, m_d, D, NG)
         if COUNT4 > 0 and RAISES:
@@ -250,7 +255,7 @@ def seal_channels(
             # Other programs may have other words.
             m_r4, o_r4 = o_r4 >= 0, tl.maximum(o_r4, 0)
             b_fitted, b_least, _ = fit_channels(
-                p_source, p_column, p_norm, m_t, o_r4, m_r4, s_l, s_d, 15, FIT, GROUP, NG, BG, False
+                p_source, p_column, p_norm, o_r4, m_r4, s_l, s_d, 15, FIT, GROUP, NG, BG, False
             )
             # They have scales of low width from all of them.
             tl.debug_barrier()

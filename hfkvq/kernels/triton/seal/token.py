@@ -18,6 +18,9 @@ FP8_MAX = tl.constexpr(448.0)
 TOKEN_TILE, TOKEN_THREAD = 8192, 64
 """Most elements of a tile, and elements of a thread."""
 
+QUADS = tl.constexpr(16)
+"""Tokens of a tile from which on they are fitted by four lanes each."""
+
 
 class TokenShape(NamedTuple):
     """Constants of `seal_token_kernel`.
@@ -49,6 +52,28 @@ def due_tile(p_count, p_new, i_t, M, BT: tl.constexpr):
     i_new = tl.minimum(tl.load(p_new), M)
     i_count = tl.load(p_count)
     return (i_count // BT + i_t) * BT, i_count, i_new
+
+
+@triton.jit
+def fit_tokens(
+    p_source, p_column, i_j, i_new, s_l, s_d, LEVELS: tl.constexpr, FIT: tl.constexpr, D: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Scale and zero (f16) of tokens ``i_j + [0, BT)`` of what is new, [1, BT, 1].
+
+    Four lanes have a token, so that what is worked out for it is worked out for few, and sums stay within a warp. Loads
+    that the compiler sees to be contiguous would deal channels out to lanes.
+    """
+    o_x = tl.arange(0, BT * BD)
+    o_j = i_j + o_x // 4 % BT
+    o_c = o_x // (4 * BT) * 4 + (o_x % 4 ^ 1)
+    m_x = (o_j >= 0) & (o_j < i_new) & (o_c < D)
+    b_column = o_j.to(tl.int64)
+    if p_column is not None:
+        b_column = tl.load(p_column + o_j, mask=m_x, other=0).to(tl.int64)
+    b_x = tl.load(p_source + b_column * s_l + o_c * s_d, mask=m_x, other=0.0).to(tl.float32)
+    b_x, m_x = tl.reshape(b_x, (BD // 4, BT, 4)), tl.reshape(m_x, (BD // 4, BT, 4))
+    return fitted(b_x, m_x, LEVELS, FIT, D, 0, 2)
 
 
 @triton.jit
@@ -122,7 +147,12 @@ def seal_tokens(page, p_source, p_column, p_given, i_head, i_first, i_count, i_n
             b_highs = tl.reshape(tl.where(m_own, b_again, float("-inf")), (A, F, BT, K, W))
             b_low, b_high = tl.min(tl.min(b_lows, 1), 3), tl.max(tl.max(b_highs, 1), 3)
         b_scale, b_zero = affine_scale(b_low, b_high, m_high)
-        if FIT:
+        if FIT > 0 and GROUP == D and page.norm is None and BT >= QUADS:
+            b_scale, b_zero = fit_tokens(
+                p_source, p_column, i_first - i_count, i_new, s_l, s_d, LEVELS, FIT, D, BT,
+                FIELDS * BE,
+            )  # fmt: skip
+        elif FIT:
             m_fit = tl.reshape(tl.broadcast_to(m_c, (FIELDS, BT, BE)), (A, F, BT, K, W))
             b_scale, b_zero = fitted(tl.reshape(b_x, (A, F, BT, K, W)), m_fit, LEVELS, FIT, GROUP, 1, 4)
             b_scale, b_zero = tl.reshape(b_scale, (A, BT, K)), tl.reshape(b_zero, (A, BT, K))
