@@ -21,11 +21,14 @@ Axis = Literal["channel", "token"]
 RAISED_STEP = 8
 """Room for raised channels comes in steps of eight: rows of 16 bytes, which one load takes."""
 
+TRELLIS_MOST = 512
+"""Channels of a head in trellis codes, at most: sums of products stay within 31 bits."""
+
 SPARE = 80
 """Tokens that a layer with a window holds beyond it: sixteen of a step, and those that may be taken back."""
 
 _SPEC = re.compile(
-    r"(?P<bits>\d+)(?P<axis>[ct])(?P<group>\d+)p(?P<page>\d+)(?P<normed>n?)(f(?P<fit>\d))?"
+    r"(?P<bits>\d+)(?P<axis>[ct])(?P<group>\d+)p(?P<page>\d+)(?P<normed>n?)(?P<trellis>t?)(f(?P<fit>\d))?"
     r"(?P<raised>(\+\d+x\d+)*)"
 )
 
@@ -55,7 +58,8 @@ class PageFormat:
     full_index    u8 (P, H, n16), i16 if D > 256            never
     ============  =======================================  =====================================================
 
-    8-bit pages have a scale and no zero; 16-bit pages have neither. A channel raised to 4 bits keeps the lower two bits
+    8-bit pages have a scale and no zero, as have pages of trellis codes, whose words are those of
+    `hfkvq.kernels.trellis`; 16-bit pages have neither. A channel raised to 4 bits keeps the lower two bits
     of its code in ``codes`` and the upper two in ``high``, where a word holds eight tokens of one channel: field f of
     row t is token ``f*G/8 + t`` of the page. A channel raised to 16 bits has scale, zero and
     code 0 in the plane and its values in ``full``. ``high_index[r]`` and ``full_index[r]`` name the channel of rank r;
@@ -76,6 +80,8 @@ class PageFormat:
             over 2-bit pages) and 16; counts are rounded up to a multiple of eight. Keys, per channel, only.
         normed: whether a page also holds a factor along the other axis, one of each token (per channel) or channel (per
             token): ``x̂ = (code * scale + zero) * norm``. Integer widths only; a page is then sealed as a whole.
+        trellis: whether codes are walks through a trellis, see `hfkvq.kernels.trellis`: ``x̂ = number * scale``. 2 bits
+            and values only, a scale per token; a page is then sealed as a whole.
         fit: how scale and zero are chosen when tokens are sealed: 0 takes the range of each group, 2, 3 or 4 what loses
             least by the sum of |error| to this power (see `hfkvq.kernels.groups`). Integer widths only. What is stored,
             and how it is read, is the same.
@@ -88,6 +94,7 @@ class PageFormat:
     raised: tuple[tuple[int, int], ...] = ()
     normed: bool = False
     fit: int = 0
+    trellis: bool = False
 
     def __post_init__(self) -> None:
         """Checks the relations that the layout really requires."""
@@ -108,6 +115,11 @@ class PageFormat:
             )
         if self.normed and self.bits >= 8:
             raise ValueError(f"normed: got pages of {self.bits} bits, allowed with 2 and 4 bits only.")
+        if self.trellis and (self.bits != 2 or self.axis != "token" or self.normed or self.fit):
+            raise ValueError(
+                f"trellis: got pages of {self.bits} bits per {self.axis}, normed={self.normed} and fit={self.fit}, "
+                "allowed with 2 bits per token, neither normed nor fitted."
+            )
         if self.fit not in POWERS or (self.fit and (self.bits >= 8 or self.group_size > MOST)):
             raise ValueError(
                 f"fit: got {self.fit} for {self.bits} bits and groups of {self.group_size}, allowed "
@@ -128,6 +140,11 @@ class PageFormat:
                 f"group_size: got {self.group_size}, which does not divide head_dim {head_dim}; "
                 "per-token groups lie within one head, so choose a divisor of head_dim."
             )
+        if self.trellis and (head_dim % 8 or head_dim != self.group_size or head_dim > TRELLIS_MOST):
+            raise ValueError(
+                f"trellis: got head_dim {head_dim} and a scale for {self.group_size} channels, allowed a scale per token "
+                f"and multiples of 8 up to {TRELLIS_MOST}."
+            )
         if sum(count for _, count in self.raised) > head_dim:
             raise ValueError(f"raised: got {self.raised}, more channels than head_dim {head_dim} has.")
 
@@ -136,7 +153,8 @@ class PageFormat:
         """Short, reversible name, e.g. ``"2c128p128+4x16"``; ops take it as their static argument."""
         raised = "".join(f"+{width}x{count}" for width, count in self.raised)
         fit = f"f{self.fit}" if self.fit else ""
-        return f"{self.bits}{self.axis[0]}{self.group_size}p{self.page_size}{'n' * self.normed}{fit}{raised}"
+        flags = "n" * self.normed + "t" * self.trellis
+        return f"{self.bits}{self.axis[0]}{self.group_size}p{self.page_size}{flags}{fit}{raised}"
 
     @staticmethod
     @lru_cache(maxsize=512)
@@ -150,12 +168,13 @@ class PageFormat:
         )
         axis: Axis = "channel" if match["axis"] == "c" else "token"
         group, page = int(match["group"]), int(match["page"])
-        return PageFormat(int(match["bits"]), axis, group, page, raised, bool(match["normed"]), int(match["fit"] or 0))
+        flags = bool(match["normed"]), int(match["fit"] or 0), bool(match["trellis"])
+        return PageFormat(int(match["bits"]), axis, group, page, raised, *flags)
 
     @cached_property
     def whole(self) -> bool:
         """True where a page is sealed as a whole, since a part of it depends on all its tokens."""
-        return self.normed or (self.axis == "channel" and self.bits < 8)
+        return self.normed or self.trellis or (self.axis == "channel" and self.bits < 8)
 
     def words(self, head_dim: int) -> int:
         """E, 16-bit words that one token's codes take (integer widths)."""
@@ -180,7 +199,7 @@ class PageFormat:
         names = ["codes"]
         if self.bits < 16:
             names.append("scale")
-        if self.bits < 8:
+        if self.bits < 8 and not self.trellis:
             names.append("zero")
         if self.normed:
             names.append("norm")
@@ -277,10 +296,12 @@ class StoreFormat:
                     f"page_size: keys have {keys.page_size} and values {values.page_size}; a run shares one page "
                     "table, so use the same."
                 )
+            if keys.trellis:
+                raise ValueError("keys: trellis codes are of values only.")
             if values.raised or (values.axis == "channel" and values.bits < 16):
                 raise ValueError("values: only per-token formats without raised channels are supported.")
         if self.latent and (len(self.runs) > 1 or any(fmt.whole for pair in self.runs for fmt in pair)):
-            raise ValueError("latent: only one run of formats per token, not normed, is attended to as latents.")
+            raise ValueError("latent: only one run of formats per token, not normed and not trellis codes, is attended to as latents.")
 
     @cached_property
     def ordered(self) -> bool:

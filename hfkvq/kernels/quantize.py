@@ -10,6 +10,7 @@ from torch import Tensor
 from .dispatch import call, define
 from .groups import F16_MAX, Groups
 from .pages import PageFormat, Side
+from .trellis import decode, encode
 
 FP8_MAX = 448.0
 
@@ -105,6 +106,9 @@ def quantize_pages(
         out["norm"] = norm
         # Multiplied by what is rounded once, as kernels do.
         x = x * (1.0 / norm.float()).unsqueeze(-1 if fmt.axis == "channel" else -2)
+    if fmt.trellis:
+        out["codes"], out["scale"] = encode(x)
+        return [out[name] for name in fmt.names]
     if fmt.axis == "token":
         code, scale, zero = _affine(x.unflatten(-1, (-1, fmt.group_size)), float(2**fmt.bits - 1), -1, fmt.fit)
         code = code.flatten(-2)
@@ -153,6 +157,8 @@ def _dequantize_pages(parts: Sequence[Tensor], fmt: str, side: str, head_dim: in
     if form.bits == 8:
         scale = named["scale"].float().transpose(-1, -2)[..., None]
         return (codes.float().unflatten(-1, (-1, form.group_size)) * scale).flatten(-2)
+    if form.trellis:
+        return decode(codes) * named["scale"].float().transpose(-1, -2)
     if side == "values":
         codes = codes.transpose(-1, -2)
     x = unpack_words(codes, form.bits, head_dim).float()

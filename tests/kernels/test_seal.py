@@ -57,6 +57,8 @@ FORMATS = [
     ("4t64p64f2", "keys", 64),
     ("4t128p128f2", "keys", 128),
     ("2t24p8nf3", "values", 72),
+    ("2t64p32t", "values", 64),
+    ("2t24p8t", "values", 24),
 ]
 ROWS, HEADS, PAGES = 3, 2, 4
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.runtime.jit import MockTensor
 
 from ..pages import PageFormat, Side
+from .trellis import load_numbers
 
 F16_MAX = tl.constexpr(65504.0)
 
@@ -122,6 +123,7 @@ class PageShape(NamedTuple):
         N4: channels that a page stores at 4 bits.
         N16: those at 16 bits.
         BE: words of a token's tile, a power of two.
+        TRELLIS: whether codes are walks, see `hfkvq.kernels.trellis`.
     """
 
     D: int
@@ -133,6 +135,7 @@ class PageShape(NamedTuple):
     N4: int
     N16: int
     BE: int
+    TRELLIS: bool
 
 
 def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> Page:
@@ -183,6 +186,7 @@ def page_shape(fmt: PageFormat, side: Side, head_dim: int) -> PageShape:
         N16=fmt.raised_room(16),
         # Matrix products sum over 16 channels or more.
         BE=max(power(words_of(fmt, head_dim)), 16 // fields_of(fmt.bits)),
+        TRELLIS=fmt.trellis,
     )
 
 
@@ -306,7 +310,7 @@ def dequantize(
         if GROUP == D or BC == D:
             b_scale = tl.expand_dims(b_scale, -1)
         b_x = b_x * b_scale
-        if SHAPE.BITS < 8:
+        if SHAPE.BITS < 8 and not SHAPE.TRELLIS:
             b_zero = tl.load(page.zero + p_group, mask=m_group, other=0.0).to(tl.float32)
             if GROUP == D or BC == D:
                 b_zero = tl.expand_dims(b_zero, -1)
@@ -350,10 +354,19 @@ def load_page(page, i_head, i_first, m_t, SHAPE: tl.constexpr, BT: tl.constexpr)
     o_e = tl.arange(0, BE)
     o_c, m_c = field_channels(o_e, SHAPE.D, E, FIELDS, BE)
     i_head = i_head.to(tl.int64)
-    # [BT, BE]
-    p_word = word_pointers(page, i_head, o_t, o_e, E, SHAPE)
-    b_x = tl.load(p_word, mask=m_t[:, None] & (o_e[None, :] < E), other=0)
-    if BITS < 8:
+    if SHAPE.TRELLIS:
+        # [BT, FIELDS, BE]
+        m_x = m_t[:, None, None] & (o_e < E)[None, None, :]
+        o_f = tl.arange(0, FIELDS)[None, :, None]
+        b_x = load_numbers(
+            page.codes + i_head * (SHAPE.G * E), o_t[:, None, None], o_e[None, None, :], o_f, m_x, SHAPE.G
+        )
+        b_x = tl.reshape(b_x, (BT, FIELDS * BE))
+    else:
+        # [BT, BE]
+        p_word = word_pointers(page, i_head, o_t, o_e, E, SHAPE)
+        b_x = tl.load(p_word, mask=m_t[:, None] & (o_e[None, :] < E), other=0)
+    if BITS < 8 and not SHAPE.TRELLIS:
         b_x = unpack_fields(b_x, BITS, FIELDS, BE, BT)
     if BITS < 16:
         b_x = dequantize(b_x, page, i_head, i_first, o_t, m_t, o_c, m_c, SHAPE, BT, FIELDS * BE)
@@ -374,8 +387,13 @@ def load_page_in_order(page, i_head, i_first, m_t, SHAPE: tl.constexpr, BT: tl.c
         o_c = tl.arange(0, BD)
         m_c = o_c < SHAPE.D
         i_head = i_head.to(tl.int64)
-        p_word = word_pointers(page, i_head, o_t, o_c % E, E, SHAPE)
-        b_x = tl.load(p_word, mask=m_t[:, None] & m_c[None, :], other=0).to(tl.int32)
-        b_x = (b_x >> (o_c // E * BITS)[None, :]) & ((1 << BITS) - 1)
+        m_x = m_t[:, None] & m_c[None, :]
+        if SHAPE.TRELLIS:
+            p_head = page.codes + i_head * (SHAPE.G * E)
+            b_x = load_numbers(p_head, o_t[:, None], (o_c % E)[None, :], (o_c // E)[None, :], m_x, SHAPE.G)
+        else:
+            p_word = word_pointers(page, i_head, o_t, o_c % E, E, SHAPE)
+            b_x = tl.load(p_word, mask=m_x, other=0).to(tl.int32)
+            b_x = (b_x >> (o_c // E * BITS)[None, :]) & ((1 << BITS) - 1)
         b_x = dequantize(b_x, page, i_head, i_first, o_t, m_t, o_c, m_c, SHAPE, BT, BD)
     return b_x

@@ -87,7 +87,8 @@ def ask_for_page(run, i_head, FORM: tl.constexpr, SHAPE: tl.constexpr):
         ask_ahead(run.k_full + i_head * (G * FORM.room16), 2 * G * FORM.room16)
     ask_ahead(run.v_codes + i_head * (V_BYTES // 2), V_BYTES)
     ask_ahead(run.v_scale + i_head * V_META, 2 * V_META)
-    ask_ahead(run.v_zero + i_head * V_META, 2 * V_META)
+    if not FORM.value_trellis:
+        ask_ahead(run.v_zero + i_head * V_META, 2 * V_META)
 
 
 @triton.jit

@@ -65,7 +65,8 @@ def attend_loose(
     EV: tl.constexpr = words_of(DV, V_BITS)
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
     V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
-    V_ZEROS: tl.constexpr = values.zero_tiles_of(DV, V_BITS, V_GROUP)
+    TRELLIS: tl.constexpr = FORM.value_trellis
+    V_ZEROS: tl.constexpr = values.zero_tiles_of(DV, V_BITS, V_GROUP, TRELLIS)
     SINKS: tl.constexpr = (S + BR - 1) // BR if KIND < 2 else 0
     log2_scaling = factors.scaling * LOG2E
     i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
@@ -217,17 +218,19 @@ def attend_loose(
             if (i_block >= SINKS) & (i_j < n_v):
                 b_paged = tl.where(m_page_v[:, None], b_p, 0.0).to(DTYPE if V_BITS == 16 else tl.float16)
                 b_ps = (as_operand(b_paged, BR, BM),)
-                b_vs = values.value_fields(run.v_codes, i_head, i_slot + o_r, m_page_v, DV, G, V_BITS, BEV, True)
+                b_vs = values.value_fields(
+                    run.v_codes, i_head, i_slot + o_r, m_page_v, DV, G, V_BITS, BEV, TRELLIS, True
+                )
                 b_accs, b_zeros = values.add_values(
                     values.zero_tiles(V_FIELDS, BEV, BM), values.zero_tiles(V_ZEROS, 16, BM), b_vs, b_ps,
-                    run.v_scale, run.v_zero, i_head, i_slot, m_page_v, G, DV, V_BITS, V_GROUP, EV, BR, BR,
-                    True,
+                    run.v_scale, run.v_zero, i_head, i_slot, m_page_v, G, DV, V_BITS, V_GROUP, TRELLIS, EV,
+                    BR, BR, True,
                 )  # fmt: skip
                 if FORM.value_norm:
                     b_more = values.page_sums(b_accs, b_zeros, V_BITS, BEV, BM)
                     b_outs = values.add_normed(b_outs, 1.0, b_more, run.v_norm, i_head, DV, EV, BEV)
                 else:
-                    b_more = values.whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
+                    b_more = values.whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, TRELLIS, EV, BM)
                     for f in tl.static_range(V_FIELDS):
                         b_outs = put(b_outs, f, b_outs[f] + b_more[f])
         values.store_part(outs, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV, N4 + N16 == 0)

@@ -50,7 +50,8 @@ def attend_pages(
     EV: tl.constexpr = words_of(DV, V_BITS)
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
     V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
-    V_ZEROS: tl.constexpr = values.zero_tiles_of(DV, V_BITS, V_GROUP)
+    TRELLIS: tl.constexpr = FORM.value_trellis
+    V_ZEROS: tl.constexpr = values.zero_tiles_of(DV, V_BITS, V_GROUP, TRELLIS)
     STEPS: tl.constexpr = G // BT
     TILES: tl.constexpr = PART // SUB
     # Fields of raised channels' words that a tile of tokens has; a step is a whole page there.
@@ -186,13 +187,18 @@ def attend_pages(
                 b_ps = b_ps + (b_p,)
                 b_sum = tl.dot(b_ones, dotable(b_p), b_sum)
                 # Values are loaded no earlier: registers are short while logits are made.
-                o_slot = i_slot + h * PART + n * SUB + o_sub
-                b_vs = b_vs + values.value_fields(run.v_codes, i_head, o_slot, m_sub, DV, G, V_BITS, BEV, False)
+                if not TRELLIS:
+                    o_slot = i_slot + h * PART + n * SUB + o_sub
+                    b_vs = b_vs + values.value_fields(
+                        run.v_codes, i_head, o_slot, m_sub, DV, G, V_BITS, BEV, False, False
+                    )
+            if TRELLIS:
+                b_vs = values.page_fields(run.v_codes, i_head, DV, G, BEV)
             if FORM.value_norm:
                 # A factor is of a channel and a page: these tokens' sums meet it before they meet other pages'.
                 b_owns, b_least = values.add_values(
                     values.zero_tiles(V_FIELDS, BEV, BM), values.zero_tiles(V_ZEROS, 16, BM), b_vs, b_ps, run.v_scale,
-                    run.v_zero, i_head, i_slot + h * PART, m_sub, G, DV, V_BITS, V_GROUP, EV, PART, SUB, False,
+                    run.v_zero, i_head, i_slot + h * PART, m_sub, G, DV, V_BITS, V_GROUP, TRELLIS, EV, PART, SUB, False,
                 )  # fmt: skip
                 b_owns = values.page_sums(b_owns, b_least, V_BITS, BEV, BM)
                 b_accs = values.add_normed(b_accs, b_shrink, b_owns, run.v_norm, i_head, DV, EV, BEV)
@@ -203,11 +209,11 @@ def attend_pages(
                     b_zeros = put(b_zeros, g, b_zeros[g] * b_shrink)
                 b_accs, b_zeros = values.add_values(
                     b_accs, b_zeros, b_vs, b_ps, run.v_scale, run.v_zero, i_head, i_slot + h * PART, m_sub, G, DV,
-                    V_BITS, V_GROUP, EV, PART, SUB, False,
+                    V_BITS, V_GROUP, TRELLIS, EV, PART, SUB, False,
                 )  # fmt: skip
 
     if FORM.value_norm:
         b_outs = b_accs
     else:
-        b_outs = values.whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
+        b_outs = values.whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, TRELLIS, EV, BM)
     values.store_part(outs, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV, N4 + N16 == 0)

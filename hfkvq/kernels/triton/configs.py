@@ -82,7 +82,7 @@ def key_of(keys: PageFormat, values: PageFormat, head_dim: int, columns: int) ->
 
     Page size and raised channels are left out: the same loop serves them.
     """
-    pair = "/".join(f"{fmt.bits}{fmt.axis[0]}{fmt.group_size}" for fmt in (keys, values))
+    pair = "/".join(f"{fmt.bits}{fmt.axis[0]}{fmt.group_size}{'t' * fmt.trellis}" for fmt in (keys, values))
     return f"{pair},D{head_dim},N{columns}"
 
 

@@ -75,7 +75,7 @@ def takes_digits(keys: PageFormat, values: PageFormat, head_dim: int, value_dim:
     """
     if keys.bits != values.bits or keys.bits not in (2, 4) or (keys.axis == "channel") != (keys.bits == 2):
         return False
-    if any(fmt.normed or fmt.raised for fmt in (keys, values)):
+    if values.trellis or any(fmt.normed or fmt.raised for fmt in (keys, values)):
         return False
     for dim in (head_dim, value_dim):
         # Fields fill tiles of bytes.
@@ -133,6 +133,11 @@ def _side_is_served(fmt: PageFormat, side: Side, head_dim: int) -> bool:
     return not fmt.raised_count(4) or fmt.page_size == 128
 
 
+def _halves(keys: PageFormat) -> bool:
+    """True where the page loop takes pages in halves beside keys of this format, as it takes trellis codes."""
+    return keys.whole and keys.page_size in (64, 128) and 2 * keys.group_size >= keys.page_size
+
+
 @lru_cache(maxsize=1024)
 def is_served(store: str, head_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
     """True where `decode_kernel` takes a store of this format; `dequantized_decode` takes the others."""
@@ -141,6 +146,8 @@ def is_served(store: str, head_dim: int, value_dim: int, dtype: torch.dtype) -> 
         return False
     pages = {keys.page_size for keys, _ in form.runs}
     if len(pages) != 1 or not pages <= {32, 64, 128, 256, 512}:
+        return False
+    if any(values.trellis and not _halves(keys) for keys, values in form.runs):
         return False
     if form.rotate_keys and any(keys.raised for keys, _ in form.runs):
         return False
@@ -176,6 +183,8 @@ def pair_format(
     step = min(keys.page_size, 128 if coarse or keys.raised_count(4) else 32 if bits == 16 else step or 64)
     if short and digits:
         step = min(step, SHORT_STEP)
+    if values.trellis:
+        step = keys.page_size
     size = room4 / 4 + 2 * room16
     for fmt, dim in ((keys, head_dim), (values, value_dim)):
         size += dim * (fmt.bits + (32 / fmt.group_size if fmt.bits < 8 else 0)) / 8
@@ -203,14 +212,15 @@ def pair_format(
         room16=room16,
         value_bits=values.bits,
         value_group=values.group_size if values.bits < 8 else value_dim,
+        value_trellis=values.trellis,
         step=step,
-        sub=min(keys.group_size, step, 128 if coarse else 64) if channel else step,
+        sub=step // 2 if values.trellis else min(keys.group_size, step, 128 if coarse else 64) if channel else step,
         ranks4=16,
         ranks16=max(16, power(room16)),
         key_words=width(keys, head_dim),
         value_words=width(values, value_dim),
         stages=stages,
-        part=step if coarse else min(step, 64),
+        part=step if coarse or values.trellis else min(step, 64),
         key_norm=keys.normed,
         value_norm=values.normed,
         open=open_pages,

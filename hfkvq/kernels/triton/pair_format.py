@@ -16,6 +16,7 @@ class PairFormat(NamedTuple):
         room16: those at 16 bits.
         value_bits: width of the values' codes.
         value_group: elements that share a scale.
+        value_trellis: whether their codes are walks, see `hfkvq.kernels.trellis`.
         step: tokens of a turn of the page loop.
         sub: tokens of a tile: what shares the scales of a key channel.
         ranks4: channels at 4 bits that are taken at a time.
@@ -36,6 +37,7 @@ class PairFormat(NamedTuple):
     room16: int
     value_bits: int
     value_group: int
+    value_trellis: bool
     step: int
     sub: int
     ranks4: int

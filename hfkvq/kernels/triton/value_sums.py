@@ -23,14 +23,18 @@ from .fields import (
 )
 from .key_logits import channel_meta, in_eights
 from .tiles import INTERPRETED, dotable, parted, put
+from .trellis import trellis_fields
 
 
 @triton.jit
 def value_fields(
     codes, i_head, o_slot, m_t, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr,
-    MASKED: tl.constexpr,
+    TRELLIS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Fields of values at slots ``o_slot`` of a page, each [BE, BT]; with MASKED, 0 where ``m_t`` says so."""
+    """Fields of values at slots ``o_slot`` of a page, each [BE, BT]; with MASKED, 0 where ``m_t`` says so.
+
+    Of trellis codes slots are pairs within a half of the page.
+    """
     o_e = tl.arange(0, BE)
     if BITS < 8:
         E: tl.constexpr = words_of(D, BITS)
@@ -39,13 +43,30 @@ def value_fields(
             b_w = tl.load(p_w)
         else:
             b_w = tl.load(p_w, mask=(o_e < E)[:, None], other=0)
-        if BITS == 2:
+        if TRELLIS:
+            p_other = codes + i_head * (G * E) + o_e[:, None] * G + ((o_slot + G // 2) % G)[None, :]
+            return trellis_fields(b_w, tl.load(p_other, mask=(o_e < E)[:, None], other=0), False)
+        elif BITS == 2:
             return unpack2(b_w)
         else:
             return unpack4(b_w)
     else:
         # Slots that were never written may hold NaN.
         return unpacked_fields(codes, i_head, o_slot, m_t, D, G, BITS, BE, MASKED, 0)
+
+
+@triton.jit
+def page_fields(codes, i_head, D: tl.constexpr, G: tl.constexpr, BE: tl.constexpr):
+    """Fields of trellis codes of a whole page, each [BE, G / 2]: eight of the first half, eight of the second."""
+    E: tl.constexpr = words_of(D, 2)
+    o_e = tl.arange(0, BE)
+    p_w = codes + i_head * (G * E) + o_e[:, None] * G + tl.arange(0, G // 2)[None, :]
+    if E == BE:
+        b_left, b_right = tl.load(p_w), tl.load(p_w + G // 2)
+    else:
+        m_e = (o_e < E)[:, None]
+        b_left, b_right = tl.load(p_w, mask=m_e, other=0), tl.load(p_w + G // 2, mask=m_e, other=0)
+    return trellis_fields(b_left, b_right, True) + trellis_fields(b_right, b_left, True)
 
 
 @triton.jit
@@ -58,16 +79,16 @@ def zero_tiles(COUNT: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.constexpr_function
-def zero_tiles_of(value_dim, bits, group):
+def zero_tiles_of(value_dim, bits, group, trellis):
     """Tiles that sums by groups of zeros make: two groups to a tile."""
-    return max(1, value_dim // group // 2) if bits < 8 else 0
+    return max(1, value_dim // group // 2) if bits < 8 and not trellis else 0
 
 
 @triton.jit
 def add_values(
     b_accs, b_zeros, b_vs, b_ps, scale, zero, i_head, i_slot, m_t, G: tl.constexpr, D: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, SUB: tl.constexpr,
-    MASKED: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, TRELLIS: tl.constexpr, E: tl.constexpr, BT: tl.constexpr,
+    SUB: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds a step's values, weighted by probabilities, to the sums by field and (rows alike) by group of zeros.
 
@@ -92,7 +113,9 @@ def add_values(
                 # Scales of e4m3 are small, and so are probabilities: their product would be lost among subnormals.
                 b_scale = b_scale * VALUE_SHIFT
             b_scales = parted(b_scale, TILES, SUB)
-            if BITS < 8 and GROUPS == 1:
+            if TRELLIS:
+                pass
+            elif BITS < 8 and GROUPS == 1:
                 if MASKED:
                     b_zero = tl.load(zero + p_t, mask=m_t, other=0.0)
                 else:
@@ -131,7 +154,9 @@ def add_normed(b_accs, b_shrink, b_owns, norm, i_head, D: tl.constexpr, E: tl.co
 
 
 @triton.jit
-def whole_sums(b_accs, b_zeros, BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BM: tl.constexpr):
+def whole_sums(
+    b_accs, b_zeros, BITS: tl.constexpr, GROUP: tl.constexpr, TRELLIS: tl.constexpr, E: tl.constexpr, BM: tl.constexpr
+):
     """Sums by field as they are: powers of two out, zeros in."""
     b_lows = ()
     for i in tl.static_range(len(b_zeros)):
@@ -141,7 +166,7 @@ def whole_sums(b_accs, b_zeros, BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.c
     b_outs = ()
     for f in tl.static_range(len(b_accs)):
         b_out = b_accs[f]
-        if BITS < 8:
+        if BITS < 8 and not TRELLIS:
             b_out = b_out * (field_unit(BITS) * weight(f, BITS)) + b_lows[f * E // GROUP][None, :]
         elif BITS == 8:
             b_out = b_out * (1.0 / VALUE_SHIFT)

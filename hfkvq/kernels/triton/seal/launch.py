@@ -17,6 +17,7 @@ from ..compile import Wanted
 from ..launch import Launch
 from .channel import channel_constants, ranks_in_kernel, seal_channel_kernel
 from .token import seal_token_kernel, seal_unpacked_kernel, token_constants, unpacked_constants
+from .trellis import seal_trellis_kernel, trellis_constants
 
 
 def seal_triton(
@@ -130,6 +131,9 @@ def _launch(
     if form.bits >= 8:
         kernel, takes = seal_unpacked_kernel, ()
         tiles, constants = unpacked_constants(form, tokens, head_dim, device)
+    elif form.trellis:
+        kernel, takes = seal_trellis_kernel, ()
+        tiles, constants = trellis_constants(form, tokens, head_dim)
     elif form.axis == "token":
         kernel, takes = seal_token_kernel, (2,)
         tiles, constants = token_constants(form, is_keys, tokens, head_dim)
