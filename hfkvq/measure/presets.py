@@ -125,6 +125,8 @@ def format_words(fmt: PageFormat, head_dim: int) -> str:
     if fmt.bits == 16:
         return "16 bits, unquantized"
     width = "8 bits (fp8)" if fmt.bits == 8 else f"{fmt.bits} bits"
+    if fmt.trellis:
+        width += " in trellis codes"
     if fmt.axis == "channel":
         scale = f", a scale per channel and {fmt.group_size} tokens"
     elif fmt.group_size == head_dim:

@@ -350,6 +350,7 @@ IN_SLOTS = (
     ("s0;k0;v0;2c32p128+4x32+16x8/2t32p128", range_rule(), "total", F16, 128),
     ("s4;k128;v128;4c128p128n/2t128p128n", "", "", BF16, 128),
     ("s4;k128;v128;4t128p128/4t128p128", "", "", BF16, 128),
+    ("s4;k0;v128;2c128p128f4+4x32/2t128p128t", "error", "sum", BF16, 128),
     # For `dequantized`.
     ("s4;k0;v0;2c8p24/4t16p24", "", "", BF16, 80),
 )
@@ -362,6 +363,7 @@ STEPS = (
     ("s4;k128;v128;4c128p128n/2t128p128n", "", "", F16, 3),
     ("s0;k0;v0;2c32p32/2t32p32|4t32p32/4t32p32", "", "", BF16, 1),
     ("w128;s0;k0;v0;16t1p32/16t1p32", "", "", BF16, 1),
+    ("s4;k0;v128;2c128p128f4+4x32/2t128p128t", "error", "sum", BF16, 1),
     ("s4;k0;v128;2c128p128f4+4x32/2t128p128f4", "error", "sum", BF16, 1),
 )
 """Steps without the host: store, rule, what of the queries is kept, dtype, tokens."""
@@ -381,7 +383,9 @@ STORES = (
     (128, 128, BF16, "w200;s0;k0;v0;2c64p128+4x64/2t128p128", {"queries": 2}),
     (64, 64, BF16, "w128;s0;k0;v0;16t1p32/16t1p32", {"sinks": True, "mask": "bool"}),
     (256, 256, BF16, "w200;s0;k128;v0;4t256p128/4t256p128", {"softcap": 5.0}),
+    (96, 96, F16, "s4;k0;v32;2c64p128+4x32/2t96p128t", {"queries": 2, "mask": "bool"}),
     # For `dequantized`.
+    (128, 80, F32, "s4;k0;v16;2c128p128+4x32/2t80p128t", {}),
     (64, 64, F32, "w100;s0;k0;v0;16t1p32/16t1p32", {"mask": "bool"}),
     (64, 64, F16, "s0;k0;v0;16c64p24/16t64p24", {}),
     (64, 64, BF16, "s0;k0;v0;8t32p32/8t16p32", {"mask": "row"}),

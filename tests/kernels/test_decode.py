@@ -33,7 +33,7 @@ CASES = {
             lengths=[5 + 256 + 60, 5 + 70, 5 + 128 + 128], starts=[0, 11, 3],
             keys=[[256], [0], [128]] if "c" in runs else [[201], [0], [128]],
             values=[[128], [0], [128]]
-            if runs.endswith("n")
+            if runs.endswith(("n", "t"))
             else [[190], [1], [128]] if "c" in runs else [[201], [0], [128]],
             rotate_keys=rotate, rotate_values=rotate, share=share,
         )
@@ -59,6 +59,9 @@ CASES = {
             ("2cn-raised-4-16", "2c32p128n+4x20+16x5/2t32p128", 128, torch.bfloat16, 0, 4),
             ("4cn-rotated", "4c128p128n/2t128p128n", 128, torch.bfloat16, 128, 7),
             ("4cn-dim-96", "4c64p128n/4t96p128n", 96, torch.float16, 32, 9),
+            ("trellis", "2c128p128+4x20/2t128p128t", 128, torch.bfloat16, 0, 4),
+            ("trellis-4c-dim-96", "4c64p128n/2t96p128t", 96, torch.float16, 32, 9),
+            ("trellis-page-64", "2c64p64/2t64p64t", 64, torch.bfloat16, 64, 1),
             ("page-64", "2c64p64/2t64p64", 64, torch.bfloat16, 0, 4),
             ("page-256", "2c64p256/2t64p256", 64, torch.float16, 0, 4),
         )
@@ -77,6 +80,7 @@ CASES = {
             (5, 4, "2c128p128/2t128p128"),
             (3, 7, "4t128p128/4t128p128"),
             (16, 4, "2c32p128/2t32p128"),
+            (3, 4, "2c128p128/2t128p128t"),
         )
     },
     "tiles-192-128": Case(
@@ -97,6 +101,10 @@ CASES = {
         runs="2t128p128/2t128p128|4t128p128/4t128p128|16t128p128/16t128p128", heads=1, head_dim=128, value_dim=128,
         dtype=torch.bfloat16, tail=(20, 20), lengths=[4 + 330, 4 + 150], keys=[[150, 50, 129], [19, 0, 131]],
         values=[[150, 50, 129], [19, 0, 131]],
+    ),
+    "trellis-page-24": Case(runs="2c8p24+4x8/2t64p24t", keys=[[72], [24]], values=[[72], [24]], pages=5),
+    "trellis-keys-lag": Case(
+        runs="2c32p32/2t40p32t", keys=[[32], [0]], values=[[64], [32]], tail=(64, 40), value_dim=40
     ),
     "page-24": Case(runs="2c8p24+4x8/4t16p24", keys=[[72], [24]], values=[[70], [30]], pages=5),
     "page-8": Case(runs="2c8p8/2t64p8", keys=[[64], [32]], values=[[60], [33]], pages=9),
@@ -437,6 +445,7 @@ def test_tiles_take_the_main_kernel(name):
         ("s0;k0;v0;2c128p128/2t128p128", 5, 0.0, False),
         ("s0;k0;v0;2c128p128/2t128p128", 4, 9.0, False),
         ("s0;k0;v0;2c128p128+4x32/2t128p128", 4, 0.0, False),
+        ("s0;k0;v0;2c128p128/2t128p128t", 4, 0.0, False),
         ("s0;k0;v0;2c32p128/2t128p128", 4, 0.0, False),
         ("s0;k0;v0;4c128p128n/4t128p128n", 4, 0.0, False),
         ("w200;s0;k0;v0;4t128p128/4t128p128", 4, 0.0, False),

@@ -70,6 +70,10 @@ CASES = {
     "page-24-n": Case(
         runs="2c8p24n+4x8/4t16p24n", keys=[[72], [24]], values=[[72], [24]], pages=5, dtype=torch.bfloat16
     ),
+    "trellis": replace(LONG, runs="2c128p128/2t64p128t", values=[[128], [0]], dtype=torch.bfloat16),
+    "trellis-page-24": Case(
+        runs="2c8p24/2t40p24t", keys=[[72], [24]], values=[[72], [24]], pages=5, value_dim=40, rotate_values=8
+    ),
     "keys-lag": Case(keys=[[32], [0]], values=[[70], [33]], tail=(64, 40)),
     "values-lag": Case(keys=[[64], [32]], values=[[30], [0]], tail=(40, 64)),
     "empty-tail": Case(lengths=[4 + 64, 4 + 32], values=[[64], [32]]),

@@ -8,7 +8,7 @@ import triton.language as tl
 from . import key_logits as keys
 from . import value_sums as values
 from .fields import LOG2E, fields_of, key_unit, words_of
-from .tiles import as_operand, as_product, dotable, put
+from .tiles import as_operand, as_product, dotable, put, unstacked
 
 
 @triton.jit
@@ -51,6 +51,8 @@ def attend_pages(
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
     V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
     TRELLIS: tl.constexpr = FORM.value_trellis
+    # Tokens of a tile of values: trellis codes come by halves of a page.
+    V_SUB: tl.constexpr = G // 2 if TRELLIS else SUB
     V_ZEROS: tl.constexpr = values.zero_tiles_of(DV, V_BITS, V_GROUP, TRELLIS)
     STEPS: tl.constexpr = G // BT
     TILES: tl.constexpr = PART // SUB
@@ -194,6 +196,8 @@ def attend_pages(
                     )
             if TRELLIS:
                 b_vs = values.page_fields(run.v_codes, i_head, DV, G, BEV)
+                if TILES == 1:
+                    b_ps = unstacked(b_ps[0], 2, BM)
             if FORM.value_norm:
                 # A factor is of a channel and a page: these tokens' sums meet it before they meet other pages'.
                 b_owns, b_least = values.add_values(
@@ -209,7 +213,7 @@ def attend_pages(
                     b_zeros = put(b_zeros, g, b_zeros[g] * b_shrink)
                 b_accs, b_zeros = values.add_values(
                     b_accs, b_zeros, b_vs, b_ps, run.v_scale, run.v_zero, i_head, i_slot + h * PART, m_sub, G, DV,
-                    V_BITS, V_GROUP, TRELLIS, EV, PART, SUB, False,
+                    V_BITS, V_GROUP, TRELLIS, EV, PART, V_SUB, False,
                 )  # fmt: skip
 
     if FORM.value_norm:

@@ -214,7 +214,7 @@ def pair_format(
         value_group=values.group_size if values.bits < 8 else value_dim,
         value_trellis=values.trellis,
         step=step,
-        sub=step // 2 if values.trellis else min(keys.group_size, step, 128 if coarse else 64) if channel else step,
+        sub=min(keys.group_size, step, 128 if coarse or values.trellis else 64) if channel else step,
         ranks4=16,
         ranks16=max(16, power(room16)),
         key_words=width(keys, head_dim),
