@@ -7,6 +7,9 @@ named ``trellis`` are `MixedKVCache` with the sinks, windows, rotations, layer o
 `best-2.5`. Pages hold 16 bits: each is filled with what its trellis code would decode to, so losses come through the
 cache's own path, and no memory is saved. Bits are computed from the format.
 
+What came of it is the preset `trellis-2.5`: values in the code of `hfkvq.kernels.trellis`, whose states give two
+numbers each, computed and not looked up. It loses a tenth more of values than the trained tables here.
+
 A code is a walk through S states: ``state = ((state << k) | k new bits) mod S``, and each element is ``table[state]``
 times a scale, of keys plus a mean. Keys are one sequence a channel and page, values one a token. `walk` finds the walk
 of least squared error (Viterbi). A sequence of n elements takes k n bits, log2 S - k more for its first state unless it
@@ -33,7 +36,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from evals.trellis_kernel import code_table
 from hfkvq.caches.schemes.base import Layout, Limits, SideLayout, knob, split_knobs
 from hfkvq.caches.schemes.kitty import Kitty
 from hfkvq.caches.schemes.preset import Preset, get_preset
@@ -163,10 +165,10 @@ def computed(widths: tuple[int, ...], states: int, device: torch.device) -> Tens
 TABLES = {"trained": trained, "computed": computed}
 
 
-def fitted_scale(x: Tensor, found: Tensor, scale: Tensor, dim: int, unbiased: bool) -> Tensor:
-    """Scale of a walk's numbers, fitted along a dimension: by least squares, or as `Code` says of ``unbiased``."""
-    along = (x * found).sum(dim, keepdim=True)
-    fitted = x.square().sum(dim, keepdim=True) / along if unbiased else along / found.square().sum(dim, keepdim=True)
+def fitted_scale(x: Tensor, found: Tensor, scale: Tensor, unbiased: bool) -> Tensor:
+    """Scales of walks' numbers: by least squares, or as `Code` says of ``unbiased``."""
+    along = (x * found).sum(1, keepdim=True)
+    fitted = x.square().sum(1, keepdim=True) / along if unbiased else along / found.square().sum(1, keepdim=True)
     # A walk that tells nothing of its sequence keeps the scale that it was made with.
     return torch.where((along > 0) & fitted.isfinite() & (fitted < 2 * scale), fitted, scale)
 
@@ -228,7 +230,7 @@ class Code:
         middle, own = found.mean(1, keepdim=True), x.mean(1, keepdim=True)
         if not self.centred:
             middle = own = torch.zeros_like(own)
-        scale = self._stored(fitted_scale(x - own, found - middle, scale, 1, self.unbiased))
+        scale = self._stored(fitted_scale(x - own, found - middle, scale, self.unbiased))
         return found * scale + (own - scale * middle).half().float()
 
     def _stored(self, scale: Tensor) -> Tensor:
@@ -241,121 +243,6 @@ class Code:
         return sum(self.widths) / len(self.widths) + (start + self.scale_bits + 16 * self.centred) / count
 
 
-# Codes that a kernel decodes in few instructions: see `evals.trellis_kernel`.
-
-
-def paired(x: Tensor, weight: Tensor) -> Tensor:
-    """Loops of 32 numbers f32 (N, 16, 2) as they are decoded: a state of 8 bits gives two, and moves on by 4 bits.
-
-    Args:
-        weight: f32 (N, 16, 2), of squared errors.
-    """
-    table = code_table(x.device)
-    table = table / table.square().mean().sqrt()
-    numbers = torch.cat([table.square(), -2 * table], 1).T.contiguous()
-    found = []
-    for own, by in zip(x.split(rows := COSTS[x.device.type] // 4096), weight.split(rows), strict=True):
-        emissions = torch.cat([by, by * own], 2) @ numbers
-        best: tuple[Tensor, Tensor] | None = None
-        # The state that the loop begins with is that of a free walk from another place on.
-        for place in (8, 4):
-            free = _paired(emissions.roll(-place, 1))[:, 16 - place] >> 4
-            states = _paired(emissions, free)
-            cost = emissions.gather(2, states[..., None]).sum((1, 2))
-            if best is None:
-                best = cost, states
-            else:
-                less = cost < best[0]
-                best = torch.where(less, cost, best[0]), torch.where(less[:, None], states, best[1])
-        assert best is not None
-        found.append(table[best[1]])
-    return torch.cat(found)
-
-
-def _paired(emissions: Tensor, shared: Tensor | None = None) -> Tensor:
-    """States i64 (N, n) of least cost; ``shared`` i64 (N,) are the upper bits of the first and lower of the last."""
-    rows, count, _ = emissions.shape
-    costs = [emissions[:, 0]]
-    if shared is not None:
-        costs[0] = costs[0].masked_fill(torch.arange(256, device=shared.device) >> 4 != shared[:, None], torch.inf)
-    for i in range(1, count):
-        best = costs[-1].view(rows, 16, 16).amin(1)
-        costs.append((emissions[:, i].view(rows, 16, 16) + best[..., None]).view(rows, 256))
-    state = costs[-1].argmin(1) if shared is None else _best_before(costs[-1], shared, 4)
-    found = [state]
-    for i in range(count - 1, 0, -1):
-        state = _best_before(costs[i - 1], state >> 4, 4)
-        found.append(state)
-    return torch.stack(found[::-1], 1)
-
-
-RESIDUAL = 0.29
-"""Step of the two bits more of raised channels, in scales of their channel: about the deviation of what is left."""
-
-
-FAR, REACH = 2.9, 2.2
-"""Half the range of a channel, in deviations, from which its scale is that of its range; greatest number of a state."""
-
-
-def paired_keys(x: Tensor, q_abs: Tensor | None, raised: int, unbiased: bool = False) -> Tensor:
-    """Keys (B, H, n, G, D) in loops of two tokens, half a page apart, and 16 channels, as the kernel reads them.
-
-    Raised channels have two scalar bits more, of what the walk has left.
-    """
-    x = x.float()
-    mean, scale = x.mean(3, keepdim=True), x.std(3, keepdim=True, correction=0).clamp(min=1e-6)
-    middle = (x.amax(3, keepdim=True) + x.amin(3, keepdim=True)) / 2
-    half = (x - middle).amax(3, keepdim=True)
-    # Channels with tokens far out reach all of them.
-    far = half > FAR * scale
-    mean = torch.where(far, middle, mean).half().float()
-    scale = torch.where(far, half / REACH, scale).half().float()
-    weight = scale.square() if q_abs is None else (scale * q_abs.float()[:, :, None, None]).square()
-    above = torch.zeros_like(weight, dtype=torch.bool)
-    if raised:
-        above.scatter_(4, weight.topk(raised, 4).indices, True)
-    # Two bits more take all but a twelfth of the error.
-    weight = torch.where(above, weight / 12, weight)
-    weight = (weight / weight.mean(4, keepdim=True)).clamp(1e-3, 1e3)
-
-    def loops(own: Tensor) -> Tensor:
-        # Channels are step x word x pair, tokens half x token.
-        parts = own.expand(x.shape).unflatten(4, (8, -1, 2)).unflatten(3, (2, -1))
-        return parts.permute(0, 1, 2, 4, 6, 3, 5, 7)
-
-    normal = loops((x - mean) / scale)
-    made = paired(normal.reshape(-1, 16, 2), loops(weight).reshape(-1, 16, 2)).view(normal.shape)
-    # (B, H, n, 64, D/16, 2, 8, 2) to (B, H, n, 2, 64, 8, D/16, 2)
-    found = made.permute(0, 1, 2, 5, 3, 6, 4, 7).reshape(x.shape)
-    middle, own = found.mean(3, keepdim=True), x.mean(3, keepdim=True)
-    fitted = fitted_scale(x - own, found - middle, scale, 3, unbiased)
-    # A fit by squares would leave what is far out.
-    fitted = torch.where(far, scale, fitted).half().float()
-    mean = torch.where(far, mean, own - fitted * middle).half().float()
-    found, scale = found * fitted + mean, fitted
-    step = RESIDUAL * scale
-    residual = (((x - found) / step).floor().clamp(-2, 1) + 0.5) * step
-    return torch.where(above, found + residual, found)
-
-
-def paired_values(x: Tensor, unbiased: bool = False) -> Tensor:
-    """Values (B, H, n, G, D) in loops of two pairs of tokens, half a page apart, and eight channels."""
-    x = x.float()
-    scale = x.square().mean(4, keepdim=True).sqrt().clamp(min=1e-6).half().float()
-
-    def loops(own: Tensor) -> Tensor:
-        parts = own.unflatten(4, (8, -1)).unflatten(3, (2, -1, 2))
-        # (B, H, n, half, pair, token, step, word)
-        return parts.permute(0, 1, 2, 4, 7, 3, 6, 5)
-
-    normal = loops(x / scale)
-    # Short tokens count as much as long ones: queries may see them most.
-    numbers = normal.reshape(-1, 16, 2)
-    made = paired(numbers, torch.ones_like(numbers)).view(normal.shape)
-    found = made.permute(0, 1, 2, 5, 3, 7, 6, 4).reshape(x.shape)
-    return found * fitted_scale(x, found, scale, 4, unbiased).half().float()
-
-
 # Pages.
 
 
@@ -366,9 +253,8 @@ class Trellis(Kitty):
     Attributes:
         keys: widths of key channels and how many of 128 have each, in each page and head; those get most that would
             lose most, by variance in the page and square of the mean magnitude of queries. ``21x64`` has one element of
-            two and one of one bit in turns; "scalar" is `best-2.5`'s own, and ``paired32`` `paired_keys` with 32 of
-            128 channels raised.
-        values: widths of values, in turns; "scalar"; or "paired" for `paired_values`.
+            two and one of one bit in turns; "scalar" is `best-2.5`'s own.
+        values: widths of values, in turns, or "scalar".
         states: S.
         biting: see `walk`.
         scale_bits: see `Code`.
@@ -431,23 +317,14 @@ class Trellis(Kitty):
         )
         if self.is_wide:
             return keys, values
-        if self.keys.startswith("paired"):
-            raised = self.raised(head_dim) / head_dim
-            keys = 2 + 2 * raised + (32 + 8 * raised) / self.page_size
-        elif self.keys != "scalar":
+        if self.keys != "scalar":
             classes = self.classes(head_dim)
             keys = sum(count * self.code(widths, True).bits(self.page_size) for widths, count in classes) / head_dim
             # A byte a channel and page says which channel stands where.
             keys += 8 / self.page_size if len(classes) > 1 else 0
-        if self.values == "paired":
-            values = 2 + 16 / head_dim
-        elif self.values != "scalar":
+        if self.values != "scalar":
             values = self.code(parsed(self.values), False).bits(head_dim)
         return keys, values
-
-    def raised(self, head_dim: int) -> int:
-        """Channels of `paired_keys` that have two bits more."""
-        return round(int(self.keys.removeprefix("paired")) * head_dim / 128)
 
     def rounded_keys(self, x: Tensor, q_abs: Tensor | None) -> Tensor:
         """Keys (B, H, n, G, D) of whole pages as they are decoded: f32."""
@@ -455,8 +332,6 @@ class Trellis(Kitty):
             fmt = Kitty.layout(self, x.shape[-1], x.shape[-1]).keys.formats[0]
             widths = channel_widths(x, fmt, self.channel_rule, q_abs)
             return _scalar(x, fmt, "keys", widths)
-        if self.keys.startswith("paired"):
-            return paired_keys(x, q_abs, self.raised(x.shape[-1]), self.unbiased in ("keys", "both"))
         channels = x.float().transpose(3, 4)
         score = channels.var(-1, correction=0)
         if q_abs is not None:
@@ -473,8 +348,6 @@ class Trellis(Kitty):
         """Values (B, H, n, G, D) of whole pages as they are decoded: f32."""
         if self.values == "scalar":
             return _scalar(x, Kitty.layout(self, x.shape[-1], x.shape[-1]).values.formats[0], "values")
-        if self.values == "paired":
-            return paired_values(x, self.unbiased in ("values", "both"))
         return self.code(parsed(self.values), False).rounded(x.float().flatten(0, 3)).view(x.shape)
 
 

@@ -142,8 +142,8 @@ class PageFormat:
             )
         if self.trellis and (head_dim % 8 or head_dim != self.group_size or head_dim > TRELLIS_MOST):
             raise ValueError(
-                f"trellis: got head_dim {head_dim} and a scale for {self.group_size} channels, allowed a scale per token "
-                f"and multiples of 8 up to {TRELLIS_MOST}."
+                f"trellis: got head_dim {head_dim} and a scale for {self.group_size} channels, allowed multiples of 8 "
+                f"up to {TRELLIS_MOST} and a scale per token."
             )
         if sum(count for _, count in self.raised) > head_dim:
             raise ValueError(f"raised: got {self.raised}, more channels than head_dim {head_dim} has.")
@@ -301,7 +301,9 @@ class StoreFormat:
             if values.raised or (values.axis == "channel" and values.bits < 16):
                 raise ValueError("values: only per-token formats without raised channels are supported.")
         if self.latent and (len(self.runs) > 1 or any(fmt.whole for pair in self.runs for fmt in pair)):
-            raise ValueError("latent: only one run of formats per token, not normed and not trellis codes, is attended to as latents.")
+            raise ValueError(
+                "latent: only one run of formats per token, neither normed nor in trellis codes, is attended to as latents."
+            )
 
     @cached_property
     def ordered(self) -> bool:

@@ -1,4 +1,4 @@
-"""Trellis codes against all walks, their bits by hand, and the prototype's kernel against PyTorch."""
+"""Trellis codes against all walks, and their bits by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from evals import trellis, trellis_kernel
+from evals import trellis
 from hfkvq.caches.store import kvstore
 from hfkvq.measure.divergence import measure
 
@@ -58,21 +58,6 @@ def test_bits_by_hand() -> None:
     assert trellis.Code((2, 1), biting=True, centred=True, scale_bits=8).bits(64) == 1.5 + 24 / 64
     keys, values = trellis.parse_cache("trellis:keys=4x32+2x96:biting=true").scheme.page_bits(128)
     assert (keys, values) == (2.5 + 32 / 128 + 8 / 128, 2 + 16 / 128)
-    keys, values = trellis.parse_cache("trellis:keys=paired32:values=paired").scheme.page_bits(128)
-    assert (keys, values) == (2.5 + 34 / 128, 2 + 16 / 128)
-
-
-@pytest.mark.parametrize("raised", [0, 16])
-def test_paired_codes_come_back_in_place(raised) -> None:
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(1, 2, 1, 128, 64, generator=generator)
-    # Each channel has a mean of its own, and each token a scale: other places would be far off.
-    keys = x + 10 * torch.arange(64)
-    lost = (trellis.paired_keys(keys, torch.ones(1, 2, 64), raised) - keys).square().mean()
-    assert lost < (0.12 if raised == 0 else 0.1)
-    values = x * torch.exp2(torch.arange(128) % 8)[:, None]
-    share = (trellis.paired_values(values) - values).square().mean(-1) / values.square().mean(-1)
-    assert share.mean() < 0.12
 
 
 def test_pages_hold_what_codes_decode_to(monkeypatch) -> None:
@@ -90,21 +75,3 @@ def test_pages_hold_what_codes_decode_to(monkeypatch) -> None:
     assert real.mean > 0
     # 16 bits hold in the model's dtype what real pages decode to.
     assert same.mean == pytest.approx(real.mean, rel=0.05)
-
-
-def test_kernel_is_right() -> None:
-    trellis_kernel.check(torch.device("cpu"))
-
-
-def test_kernel_finds_the_walks_of_least_error() -> None:
-    generator = torch.Generator().manual_seed(4)
-    x, weight = torch.randn(12, 16, 2, generator=generator), torch.rand(12, 16, 2, generator=generator) + 0.1
-    table = trellis_kernel.code_table()
-    states = trellis_kernel.walked(x, weight, table, 4).long()
-    # A loop: states follow upon each other, the first one upon the last.
-    assert torch.equal(states >> 4, states.roll(1, 1) & 15)
-    lost = ((x - table[states]).square() * weight).sum((1, 2))
-    emissions = ((x[:, :, None] - table).square() * weight[:, :, None]).sum(-1)
-    free = trellis._paired(emissions.roll(-8, 1))[:, 8] >> 4
-    exact = emissions.gather(2, trellis._paired(emissions, free)[..., None]).sum((1, 2))
-    assert lost == pytest.approx(exact, rel=1e-3)

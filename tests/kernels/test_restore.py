@@ -9,7 +9,13 @@ from hfkvq.kernels import StoreFormat, dequantize_pages, quantize_pages, restore
 from hfkvq.kernels.dispatch import reference
 
 HEADS, DIM, PAGE = 2, 64, 128
-FORMATS = ["2c128p128f4+4x16/2t64p128", "2c128p128/2t64p128t", "4c64p128/4t32p128", "4c128p128n/2t64p128n", "4t32p128/4t64p128"]
+FORMATS = [
+    "2c128p128f4+4x16/2t64p128",
+    "2c128p128/2t64p128t",
+    "4c64p128/4t32p128",
+    "4c128p128n/2t64p128n",
+    "4t32p128/4t64p128",
+]
 
 
 def numbers(*values):

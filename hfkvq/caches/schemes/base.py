@@ -206,7 +206,7 @@ class Layout:
                 if fmt.whole and len(side.formats) == 1 and side.unit % fmt.page_size:
                     raise ValueError(
                         f"{name}: got a seal unit of {side.unit} tokens, which must be a multiple of the page of "
-                        f"{fmt.page_size} tokens where scales are per channel, pages normed, or values in trellis codes."
+                        f"{fmt.page_size} tokens where scales are per channel, and in normed and trellis-coded pages."
                     )
         if len(self.keys.formats) > 1 and (self.keys.local, self.keys.unit) != (self.values.local, self.values.unit):
             raise ValueError("local, unit: keys and values must leave the tail together where tokens have widths.")

@@ -79,7 +79,7 @@ class Kitty(Scheme):
             ("kld", "fit"),
         ),
         "trellis-2.5": Entry(
-            "Our own preset: best-2.5 with values in trellis codes, for fewer bits and half to three quarters of its loss.",
+            "Our own preset: best-2.5 with values in trellis codes, for fewer bits and less loss.",
             {**_BEST, **_HEAVY, "trellis_values": True},
             ("kld", "fit"),
         ),

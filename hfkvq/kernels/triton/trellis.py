@@ -69,8 +69,9 @@ def trellis_fields(b_w, b_other, IN_PAIRS: tl.constexpr):
 
 @triton.jit
 def load_numbers(p_codes, o_t, o_e, o_f, m_x, G: tl.constexpr):
-    """Numbers f32 of tokens ``o_t`` and channels ``o_f * E + o_e`` of a head's part of a page, of any shapes that go
-    together; where ``m_x`` is not set, any.
+    """Numbers f32 of tokens ``o_t`` and channels ``o_f * E + o_e`` of a head's part of a page, any where not ``m_x``.
+
+    Shapes are such that they broadcast.
     """
     p_x = p_codes + o_e * G + o_t // 2 * 2
     p_other = p_codes + o_e * G + (o_t // 2 * 2 + G // 2) % G

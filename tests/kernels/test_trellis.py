@@ -1,0 +1,158 @@
+"""Trellis codes of values: bits by hand, walks against all that begin elsewhere, scales, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hfkvq.kernels import PageFormat, StoreFormat, dequantize_pages, quantize_pages
+from hfkvq.kernels.trellis import SPREAD, decode, encode, state_numbers, walk
+from hfkvq.measure.presets import page_bits
+
+
+def test_states_are_eight_bits_of_a_loop():
+    generator = torch.Generator().manual_seed(0)
+    lower = torch.randint(16, (2, 3, 16), generator=generator).tolist()
+    # A page of 8 tokens: pairs 0 and 1 and three words a token.
+    words = torch.zeros(1, 1, 3, 8, dtype=torch.int64)
+    expected = torch.zeros(1, 1, 8, 24)
+    for pair in range(2):
+        for e in range(3):
+            own = lower[pair][e]
+            for half in range(2):
+                word = int("".join(f"{x:04b}" for x in own[8 * half : 8 * half + 8]), 2)
+                at = 4 * half + 2 * pair
+                words[0, 0, e, at], words[0, 0, e, at + 1] = word & 0xFFFF, word >> 16
+                for s in range(8):
+                    i = 8 * half + s
+                    numbers = state_numbers(words.device)[own[i - 1] << 4 | own[i]]
+                    expected[0, 0, at : at + 2, 3 * s + e] = numbers
+    codes = torch.where(words > 0x7FFF, words - 0x10000, words).to(torch.int16)
+    assert torch.equal(decode(codes), expected)
+
+
+def test_numbers_of_states_are_those_of_the_product():
+    y = ((5 * 0xC0E2D8A5 + 0xF2893F07) % 2**32 & 0x8FFF8FFF) ^ 0x38003800
+    halves = torch.tensor([y & 0xFFFF, y >> 16]).to(torch.uint16).view(torch.float16).float()
+    numbers = state_numbers(torch.device("cpu"))
+    assert torch.equal(numbers[5], halves)
+    assert numbers.abs().max() < 2
+    assert float(numbers.square().mean().sqrt()) == pytest.approx(SPREAD, rel=1e-6)
+
+
+def least(x, shared):
+    """Least squared errors f64 (N,) of loops that begin with these 4 bits, by dynamic programming."""
+    errors = (x.double()[:, :, None] - state_numbers(x.device).double()).square().sum(-1).unflatten(2, (16, 16))
+    costs = errors[:, 0].clone()
+    costs[:, torch.arange(16) != shared] = torch.inf
+    for i in range(1, 16):
+        costs = costs.amin(1)[:, :, None] + errors[:, i]
+    return costs[:, :, shared].amin(1)
+
+
+def test_walks_are_the_best_that_begin_where_they_do():
+    x = SPREAD * torch.randn(200, 16, 2, generator=torch.Generator().manual_seed(1))
+    lower = walk(x)
+    numbers = state_numbers(x.device)[lower.roll(1, 1) << 4 | lower]
+    lost = (x - numbers).double().square().sum((1, 2))
+    best = torch.stack([least(x, shared) for shared in range(16)], 1)
+    assert lost == pytest.approx(best.gather(1, lower[:, -1:])[:, 0], rel=1e-4)
+    # Most loops begin where all are best.
+    assert (lost <= best.amin(1) * (1 + 1e-4)).float().mean() > 0.6
+    assert lost.sum() < 1.05 * best.amin(1).sum()
+
+
+@pytest.mark.parametrize("head_dim", [16, 40, 128])
+def test_tokens_keep_their_length(head_dim):
+    x = torch.randn(2, 2, 16, head_dim, generator=torch.Generator().manual_seed(2))
+    x *= 10.0 ** torch.arange(-4, 4).repeat(2)[:, None]
+    fmt = PageFormat(2, "token", head_dim, 16, trellis=True)
+    parts = quantize_pages(x, fmt, "values")
+    got = dequantize_pages(parts, fmt, "values", head_dim)
+    squares = x.square().sum(-1)
+    # But for what f16 rounds in scales of tiny tokens.
+    assert (got * x).sum(-1) / squares == pytest.approx(torch.ones_like(squares), abs=2e-2)
+    # The bound is 0.0625, and scalar codes of the token's range lose about 0.25.
+    assert ((got - x).square().sum(-1) / squares).mean() < 0.11
+
+
+def test_what_is_no_number_stays_in_its_token():
+    x = torch.randn(1, 1, 8, 16, generator=torch.Generator().manual_seed(3))
+    x[0, 0, 0], x[0, 0, 1, 3], x[0, 0, 2] = torch.nan, torch.inf, 0.0
+    codes, scale = encode(x)
+    got = decode(codes) * scale.transpose(2, 3).float()
+    assert torch.isfinite(got).all()
+    assert not got[0, 0, [0, 2]].any()
+    # Infinity counts as the largest finite magnitude.
+    assert got[0, 0, 1].abs().max() < 3 * x[0, 0, 1, :3].abs().max()
+    assert ((got - x)[0, 0, 3:].square().sum(-1) < 0.3 * x[0, 0, 3:].square().sum(-1)).all()
+
+
+def test_format_by_hand():
+    fmt = PageFormat(2, "token", 128, 128, trellis=True)
+    assert fmt.spec == "2t128p128t"
+    assert PageFormat.parse(fmt.spec) == fmt
+    assert fmt.names == ("codes", "scale")
+    assert fmt.whole
+    assert page_bits(fmt, "values", 128) == 2 + 16 / 128
+    parts = quantize_pages(torch.randn(3, 2, 128, 128), fmt, "values")
+    assert [(part.shape, part.dtype) for part in parts] == [
+        ((3, 2, 16, 128), torch.int16), ((3, 2, 1, 128), torch.float16)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given", [{"bits": 4}, {"axis": "channel"}, {"normed": True}, {"fit": 2}], ids=lambda given: next(iter(given))
+)
+def test_other_formats_have_no_trellis(given):
+    with pytest.raises(ValueError, match="trellis: got pages of"):
+        PageFormat(**{"bits": 2, "axis": "token", "group_size": 32, "page_size": 128, "trellis": True, **given})
+
+
+def test_keys_and_odd_heads_are_refused():
+    fmt = PageFormat(2, "token", 20, 128, trellis=True)
+    with pytest.raises(ValueError, match="keys: trellis codes are of values only"):
+        StoreFormat(((fmt, fmt),))
+    for head_dim in (20, 40):
+        with pytest.raises(ValueError, match=f"trellis: got head_dim {head_dim} and a scale for 20 channels"):
+            fmt.check_head_dim(head_dim)
+
+
+LAYOUTS = """
+import re, torch
+from hfkvq.caches.compile import LayerShape, layers_of
+from hfkvq.caches.schemes.base import get_scheme
+from hfkvq.kernels.compile import normal
+from hfkvq.kernels.triton.compile import GPUS, compile_one, leave_gpu_alone
+from hfkvq.kernels.triton.variants import wanted
+leave_gpu_alone(GPUS[90])
+for dim in (64, 128):
+    (plan, heads, rule), *_ = layers_of([get_scheme("trellis-2.5")] * 4, [LayerShape(32, 8, dim)], torch.bfloat16)
+    for each in wanted(normal(plan), heads, rule, (1,), torch.device("cuda", 0)):
+        if each.kernel.__name__ == "decode_kernel":
+            for line in compile_one(each).asm["ttgir"].splitlines():
+                if "shf.r.wrap" in line:
+                    print(dim, re.findall(r": tensor<.*?> *>,|: tensor<.*?>,", line.split("packed_element")[1]))
+"""
+
+
+@pytest.mark.slow
+def test_page_loop_has_neighbouring_tokens_in_a_register(tmp_path):
+    """Instructions take two neighbours; another layout would decode other numbers, and only on a GPU."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", LAYOUTS], env=environment | {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=root, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert {line.split()[0] for line in lines} == {"64", "128"}
+    for line in lines:
+        assert re.search(r"16x64xi16, #ttg.dot_op<\{opIdx = 0, parent = #mma, kWidth = 2\}>", line), line
