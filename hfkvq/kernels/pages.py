@@ -302,7 +302,8 @@ class StoreFormat:
                 raise ValueError("values: only per-token formats without raised channels are supported.")
         if self.latent and (len(self.runs) > 1 or any(fmt.whole for pair in self.runs for fmt in pair)):
             raise ValueError(
-                "latent: only one run of formats per token, neither normed nor in trellis codes, is attended to as latents."
+                "latent: only one run of formats per token, neither normed nor in trellis codes, is attended to as "
+                "latents."
             )
 
     @cached_property

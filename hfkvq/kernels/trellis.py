@@ -10,7 +10,8 @@ words of neighbouring tokens, i16, are one word of 32 bits: eight states, the fi
 before these is in the lowest bits of the other half's word.
 
 Loops are encoded by Viterbi's algorithm in two walks: a free one from the second half on finds where the ends meet,
-and the second one begins and ends there. Costs are f32 and rounded at each step, so kernel and reference agree.
+and the second one begins and ends there. What is encoded is f16, so its products with states' numbers are exact in f32,
+and costs are rounded where one is added: kernel and reference agree, whether products and sums are fused or not.
 """
 
 from __future__ import annotations
@@ -60,30 +61,31 @@ def _walked(x: Tensor, place: int, shared: Tensor | None) -> tuple[Tensor, list[
     """Least costs of the last states by their lower half, and the upper halves of states by their lower ones.
 
     Args:
-        x: f32 (N, 16, 2).
+        x: f32 (N, 16, 2), f16 numbers.
         place: the state that comes first.
         shared: i64 (N,), its upper half, or None for any.
     """
     first, second = state_numbers(x.device).view(16, 16, 2).unbind(2)
+    squares, minus_twice = first * first + second * second, -2.0 * x
 
-    def errors(state: int) -> Tensor:
-        # Without what all states share, the squares of x.
-        x1, x2 = (x[:, state % 16, j, None, None] for j in (0, 1))
-        return first * (first - (x1 + x1)) + second * (second - (x2 + x2))
+    def with_state(costs: Tensor, state: int) -> Tensor:
+        # Squares of x are left out: all states share them.
+        x1, x2 = (minus_twice[:, state % 16, j, None, None] for j in (0, 1))
+        return costs + x1 * first + x2 * second
 
-    costs, notes = errors(place), []
+    costs, notes = with_state(squares, place), []
     if shared is not None:
         costs = torch.where(torch.arange(16, device=x.device)[:, None] == shared[:, None, None], costs, FAR)
     for i in range(1, 17):
         best = _cheapest(costs)
         notes.append(best.view(torch.int32).long() & 15)
         if i < 16:
-            costs = best[:, :, None] + errors(place + i)
+            costs = with_state(best[:, :, None] + squares, place + i)
     return best, notes
 
 
 def walk(x: Tensor) -> Tensor:
-    """Lower halves of the states of loops f32 (N, 16, 2): i64 (N, 16)."""
+    """Lower halves of the states of loops f32 (N, 16, 2), f16 numbers: i64 (N, 16)."""
     if len(x) > ROWS:
         return torch.cat([walk(part) for part in x.split(ROWS)])
     costs, notes = _walked(x, 8, None)
@@ -123,7 +125,7 @@ def encode(x: Tensor) -> tuple[Tensor, Tensor]:
     squares = units.int().square().sum(-1, keepdim=True, dtype=torch.int32).float()
     deviation = (squares / torch.full_like(squares, dim)).sqrt()
     gain = torch.where(squares > 0, torch.full_like(squares, SPREAD) / deviation, 0.0)
-    loops = _loops(units * gain)
+    loops = _loops((units * gain).half().float())
     lower = walk(loops.flatten(0, 3)).view(loops.shape[:-1])
     numbers = torch.floor(state_numbers(x.device) * FRACTION + 0.5).int()[_states(lower)]
     along = (_loops(units.int()) * numbers).unflatten(4, (2, 8)).sum((3, 5), dtype=torch.int32)

@@ -57,7 +57,7 @@ def least(x, shared):
 
 
 def test_walks_are_the_best_that_begin_where_they_do():
-    x = SPREAD * torch.randn(200, 16, 2, generator=torch.Generator().manual_seed(1))
+    x = (SPREAD * torch.randn(200, 16, 2, generator=torch.Generator().manual_seed(1))).half().float()
     lower = walk(x)
     numbers = state_numbers(x.device)[lower.roll(1, 1) << 4 | lower]
     lost = (x - numbers).double().square().sum((1, 2))

@@ -47,8 +47,8 @@ def measured(p_x, s_d, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def errors(p_token, facts, i_state, s_d, o_e, E: tl.constexpr, b_first, b_second):
-    """Errors f32 [BN, 16, 16] of two numbers of each loop by state, without what states share.
+def with_state(b_cost, p_token, facts, i_state, s_d, o_e, E: tl.constexpr, b_first, b_second):
+    """Costs f32 [BN, 16, 16] and what the two numbers of a state add to them beside its squares.
 
     ``p_token`` and ``facts`` have the tokens of the first half, then those of the second.
     """
@@ -59,10 +59,11 @@ def errors(p_token, facts, i_state, s_d, o_e, E: tl.constexpr, b_first, b_second
         b_top = tl.where(m_half, facts[j][0], facts[2 + j][0])
         b_per = tl.where(m_half, facts[j][1], facts[2 + j][1])
         b_gain = tl.where(m_half, facts[j][2], facts[2 + j][2])
-        b_numbers = b_numbers + (rounded_product(load_units(p_x, o_e < E, b_top, b_per), b_gain),)
-    b_1, b_2 = b_numbers[0], b_numbers[1]
-    b_lost = b_first * (b_first - (b_1 + b_1)[:, None, None])
-    return b_lost + b_second * (b_second - (b_2 + b_2)[:, None, None])
+        b_x = rounded_product(load_units(p_x, o_e < E, b_top, b_per), b_gain).to(tl.float16)
+        b_numbers = b_numbers + (b_x.to(tl.float32) * -2.0,)
+    # Products are exact.
+    b_cost = tl.fma(b_numbers[0][:, None, None], b_first, b_cost)
+    return tl.fma(b_numbers[1][:, None, None], b_second, b_cost)
 
 
 @triton.jit
@@ -80,23 +81,24 @@ def walked(
 
     Two words hold the upper halves of eight states each, before the last of which there are seven.
     """
-    b_cost = errors(p_token, facts, PLACE, s_d, o_e, E, b_first, b_second)
+    BN: tl.constexpr = o_e.shape[0]
+    b_first, b_second = tl.broadcast_to(b_first, BN, 16, 16), tl.broadcast_to(b_second, BN, 16, 16)
+    b_squares = b_first * b_first + b_second * b_second
+    b_cost = with_state(b_squares, p_token, facts, PLACE, s_d, o_e, E, b_first, b_second)
     if SHARES:
         b_cost = tl.where(tl.arange(0, 16)[None, :, None] == b_shared[:, None, None], b_cost, NEVER)
-    b_early = tl.zeros([o_e.shape[0], 16], tl.int32)
-    b_late = tl.zeros([o_e.shape[0], 16], tl.int32)
+    b_early = tl.zeros([BN, 16], tl.int32)
+    b_late = tl.zeros([BN, 16], tl.int32)
     for i in range(8):
         b_best = cheapest(b_cost)
         b_early |= (b_best.to(tl.int32, bitcast=True) & 15) << (4 * i)
-        b_cost = b_best[:, :, None] + errors(
-            p_token, facts, (PLACE + 1 + i) % 16, s_d, o_e, E, b_first, b_second
-        )  # fmt: skip
+        i_state = (PLACE + 1 + i) % 16
+        b_cost = with_state(b_best[:, :, None] + b_squares, p_token, facts, i_state, s_d, o_e, E, b_first, b_second)
     for i in range(7):
         b_best = cheapest(b_cost)
         b_late |= (b_best.to(tl.int32, bitcast=True) & 15) << (4 * i)
-        b_cost = b_best[:, :, None] + errors(
-            p_token, facts, (PLACE + 9 + i) % 16, s_d, o_e, E, b_first, b_second
-        )  # fmt: skip
+        i_state = (PLACE + 9 + i) % 16
+        b_cost = with_state(b_best[:, :, None] + b_squares, p_token, facts, i_state, s_d, o_e, E, b_first, b_second)
     b_best = cheapest(b_cost)
     return b_best, b_early, b_late | (b_best.to(tl.int32, bitcast=True) & 15) << 28
 
