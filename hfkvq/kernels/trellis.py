@@ -2,7 +2,8 @@
 
 A state of 8 bits stands for two numbers: ``y = (state * MULTIPLIER + ADDEND) mod 2^32``, and the two halves of
 ``(y & MASK) ^ FLIP`` are f16. A state is the last 4 bits of the one before and 4 new ones. Sixteen states are a *loop*:
-the first follows upon the last, so that a loop of 32 numbers takes 64 bits and nothing else.
+the first follows upon the last, so that a loop of 32 numbers takes 64 bits and nothing else. QTIP (Tseng et al.,
+arXiv:2406.11235) encodes weights like this, in longer loops, with one number of such a product: the sum of its halves.
 
 A loop holds two neighbouring tokens of each half of a page, and the eight channels ``s * E + e`` of one word e: state
 s of the first half and state ``8 + s`` are channel s of these, and the two numbers of a state are the two tokens. The

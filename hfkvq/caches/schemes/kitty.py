@@ -55,9 +55,9 @@ class Kitty(Scheme):
             those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
             decoding stay the same.
         fit_values: the same for values.
-        trellis_values: encode 2-bit values as walks through a trellis (not in the paper), see `hfkvq.kernels.trellis`:
-            one scale a token, no minimum, sealed a page at a time. Needs a head dim that 8 divides. Values of 4 bits
-            stay scalar.
+        trellis_values: encode 2-bit values as walks through a trellis (not in the paper; QTIP, arXiv:2406.11235, does
+            so with weights), see `hfkvq.kernels.trellis`: one scale a token, no minimum, sealed a page at a time. Use it
+            with ``rotate_values``; heads must have a multiple of 8 channels. Values of 4 bits stay scalar.
     """
 
     name = "kitty"
