@@ -77,12 +77,11 @@ def _walked(x: Tensor, place: int, shared: Tensor | None) -> tuple[Tensor, list[
     costs, notes = with_state(squares, place), []
     if shared is not None:
         costs = torch.where(torch.arange(16, device=x.device)[:, None] == shared[:, None, None], costs, FAR)
-    for i in range(1, 17):
-        best = _cheapest(costs)
+    best = _cheapest(costs)
+    for i in range(1, 16):
         notes.append(best.view(torch.int32).long() & 15)
-        if i < 16:
-            costs = with_state(best[:, :, None] + squares, place + i)
-    return best, notes
+        best = _cheapest(with_state(best[:, :, None] + squares, place + i))
+    return best, [*notes, best.view(torch.int32).long() & 15]
 
 
 def walk(x: Tensor) -> Tensor:

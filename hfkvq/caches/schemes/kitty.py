@@ -56,8 +56,8 @@ class Kitty(Scheme):
             decoding stay the same.
         fit_values: the same for values.
         trellis_values: encode 2-bit values as walks through a trellis (not in the paper; QTIP, arXiv:2406.11235, does
-            so with weights), see `hfkvq.kernels.trellis`: one scale a token, no minimum, sealed a page at a time. Use it
-            with ``rotate_values``; heads must have a multiple of 8 channels. Values of 4 bits stay scalar.
+            so with weights), see `hfkvq.kernels.trellis`: one scale a token, no minimum, sealed a page at a time. For
+            rotated values, of heads with a multiple of 8 channels; values of 4 bits stay scalar.
     """
 
     name = "kitty"
