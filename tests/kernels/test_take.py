@@ -18,6 +18,8 @@ WHOLE = [
     ("k0;v64;2c128p128f4+4x16/2t64p128", "error", True),
     ("k0;v0;2c64p128+4x16/2t64p128", "k_abs", True),
     ("k0;v0;2c128p128+4x8/2t32p128", "k_abs", False),
+    # Minutes under the interpreter.
+    pytest.param(("k0;v64;2c128p128f4+4x16/2t64p128t", "error", True), marks=pytest.mark.gpu),
     ("k64;v64;4c128p128/4t64p128", "", False),
     ("k64;v64;4c128p128n/2t64p128n", "", False),
 ]

@@ -340,7 +340,8 @@ def _is_served(form: StoreFormat, heads: int, dims: Sequence[int], rule: str) ->
 
     def fits(fmt: PageFormat, dim: int) -> bool:
         page, group = fmt.page_size, fmt.group_size
-        if fmt.bits >= 8 or page != power(page) or (fmt.normed and page * power(dim) > MOST_ELEMENTS):
+        # Walks through a page take as many programs as it has pairs of tokens.
+        if fmt.trellis or fmt.bits >= 8 or page != power(page) or (fmt.normed and page * power(dim) > MOST_ELEMENTS):
             return False
         return fmt.axis == "token" or (group == power(group) and (not rule or ranks_in_kernel(fmt, dim)))
 
@@ -472,7 +473,10 @@ def take_page_triton(
     value_balance: str,
     restores: bool,
 ) -> None:
-    """Launcher of `hfkvq.kernels.take_page`; what the interpreter would truncate takes the reference."""
+    """Launcher of `hfkvq.kernels.take_page`; trellis codes, and what the interpreter would truncate, take the reference.
+
+    The reference launches a kernel for each of its parts, and can be recorded.
+    """
     form, dims = StoreFormat.parse(store), (keys.shape[3], values.shape[3])
     odd = is_misrounded(keys, windows[0], form.rotate_keys or form.rotate_values)
     odd = odd or windows[0].dtype not in DOT_DTYPES or (not keys.is_cuda and windows[0].dtype == torch.bfloat16)
