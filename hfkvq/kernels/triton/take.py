@@ -473,9 +473,9 @@ def take_page_triton(
     value_balance: str,
     restores: bool,
 ) -> None:
-    """Launcher of `hfkvq.kernels.take_page`; trellis codes, and what the interpreter would truncate, take the reference.
+    """Launcher of `hfkvq.kernels.take_page`; trellis codes and what the interpreter would truncate take the reference.
 
-    The reference launches a kernel for each of its parts, and can be recorded.
+    On a GPU that launches a kernel for each of its parts, which a graph can record.
     """
     form, dims = StoreFormat.parse(store), (keys.shape[3], values.shape[3])
     odd = is_misrounded(keys, windows[0], form.rotate_keys or form.rotate_values)
