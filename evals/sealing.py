@@ -35,6 +35,7 @@ CASES = [
     ("fp8", "8t128p128", "keys", None),
     ("16 bits", "16t128p128", "keys", None),
     ("best-2.5 keys", "2c128p128f4+4x32", "keys", "error"),
+    ("trellis-2.5 values", "2t128p128t", "values", None),
     ("best-3.4 keys", "2c64p128f4+4x64", "keys", "error"),
 ]
 
@@ -168,6 +169,7 @@ def main():
         (96, "2t32p128", "values", None),
         (192, "4t64p128", "values", None),
         (80, "8t80p128", "values", None),
+        (80, "2t80p128t", "values", None),
     ):
         check(f"head dim {dim}", spec, side, rule, PageFormat.parse(spec).page_size * 8, dim=dim)
     for case in CASES:
