@@ -87,11 +87,11 @@ class SideShape(NamedTuple):
 @triton.jit
 def take_head(side, i_b, i_h, i_w, i_past, strides, factor, H, SHAPE: tl.constexpr):
     """Row i_b's token of one head, into row i_w of the windows."""
+    # Triton 3.6 takes constants within constants only under a name of their own.
+    HEAD: tl.constexpr = SHAPE.HEAD
     p_x = side.x + i_h * strides[1]
-    b_x = new_rows(p_x, 0, i_b, strides, 1, 1, SHAPE.HEAD)
-    append_side(
-        b_x, p_x, side.window, side.window, i_b, i_w * H + i_h, i_past, strides, factor, 1, 1, 0, SHAPE.W, SHAPE.HEAD
-    )
+    b_x = new_rows(p_x, 0, i_b, strides, 1, 1, HEAD)
+    append_side(b_x, p_x, side.window, side.window, i_b, i_w * H + i_h, i_past, strides, factor, 1, 1, 0, SHAPE.W, HEAD)
 
 
 @triton.jit
@@ -99,15 +99,16 @@ def take_token(side, lengths, table, i_b, i_h, strides, factor, H, N, SHAPE: tl.
     """Row i_b's token of one head, into its tail and its page."""
     D: tl.constexpr = SHAPE.D
     W: tl.constexpr = SHAPE.W
+    SEAL: tl.constexpr = SHAPE.SEAL
     i_length = tl.load(lengths + i_b)
     i_past = tl.maximum(i_length - 1, 0)
-    i_head = tl.load(table + i_b * N + i_past // SHAPE.SEAL.G).to(tl.int64) * H + i_h
+    i_head = tl.load(table + i_b * N + i_past // SEAL.G).to(tl.int64) * H + i_h
     take_head(side, i_b, i_h, i_b, i_past, strides, factor, H, SHAPE)
     if i_length > 0:
         # The rounded token is read from its tail.
         tl.debug_barrier()
         p_source = side.window + ((i_b * H + i_h) * W + i_past % W) * D
-        seal_tokens(side.page, p_source, None, None, i_head, i_past, i_past, 1, D, 1, SHAPE.SEAL)
+        seal_tokens(side.page, p_source, None, None, i_head, i_past, i_past, 1, D, 1, SEAL)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -161,27 +162,29 @@ def seal_page(side, p_weight, i_bh, i_h, i_head, i_w, i_start, H, SHAPE: tl.cons
     """A page of one head, from row i_w of the windows."""
     D: tl.constexpr = SHAPE.D
     G: tl.constexpr = SHAPE.W
+    SEAL: tl.constexpr = SHAPE.SEAL
+    NORM: tl.constexpr = SHAPE.NORM
     p_source = side.window + (i_w * H + i_h) * (G * D)
     p_norm = side.norm
     if side.norm is not None:
         p_norm = side.norm + i_bh * (G if SHAPE.CHANNEL else D)
-        page_factors(p_norm, p_source, tl.arange(0, G), D, 1, SHAPE.NORM)
+        page_factors(p_norm, p_source, tl.arange(0, G), D, 1, NORM)
         tl.debug_barrier()
     for i in range(SHAPE.TILES * SHAPE.SLICES):
         if SHAPE.CHANNEL:
-            T: tl.constexpr = SHAPE.SEAL.NG * SHAPE.SEAL.GROUP
+            T: tl.constexpr = SEAL.NG * SEAL.GROUP
             i_j = i // SHAPE.SLICES * T
             p_own = p_norm
             if side.norm is not None:
                 p_own = p_norm + i_j
-            o_t = tl.arange(0, SHAPE.SEAL.NG * SHAPE.SEAL.BG)
+            o_t = tl.arange(0, SEAL.NG * SEAL.BG)
             seal_channels(
                 side.page, p_source + i_j * D, None, o_t, None, p_weight, p_own, i_head, i_h, i_start + i_j,
-                i % SHAPE.SLICES, D, 1, SHAPE.SEAL,
+                i % SHAPE.SLICES, D, 1, SEAL,
             )  # fmt: skip
         else:
-            i_first = i_start + i * SHAPE.SEAL.BT
-            seal_tokens(side.page, p_source, None, p_norm, i_head, i_first, i_start, G, D, 1, SHAPE.SEAL)
+            i_first = i_start + i * SEAL.BT
+            seal_tokens(side.page, p_source, None, p_norm, i_head, i_first, i_start, G, D, 1, SEAL)
 
 
 @triton.jit
@@ -220,10 +223,11 @@ def fill_page(
 @triton.jit
 def first_page(side, rows, table, i_b, i_h, strides, factor, B, H, N, FOUND, SHAPE: tl.constexpr):
     """The first page of a row that lacks it, of one head."""
+    LOADED: tl.constexpr = SHAPE.LOADED
     i_from = tl.load(rows.found + 2 * FOUND + i_b).to(tl.int64)
     i_to = tl.load(rows.found + i_b).to(tl.int64)
     for i_t in range(0, SHAPE.W, SHAPE.BT):
-        restore_side(side.window, table, side.page, i_from, i_to, i_b, i_h, i_t, N, H, SHAPE.LOADED, SHAPE.BT, SHAPE.BD)
+        restore_side(side.window, table, side.page, i_from, i_to, i_b, i_h, i_t, N, H, LOADED, SHAPE.BT, SHAPE.BD)
     # Its last token may join the other window in this launch.
     i_other = B
     for i_r in range(0, B, 32):
@@ -248,20 +252,22 @@ def take_page_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    ALL_KEYS: tl.constexpr = KEYS.ALL
+    ALL_VALUES: tl.constexpr = VALUES.ALL
     i_p = tl.program_id(0)
     if i_p < B:
         i_own = i_p.to(tl.int64)
         # The loads start together.
-        b_k = new_rows(keys.x, 0, i_own, s_k, H, 1, KEYS.ALL)
-        b_v = new_rows(values.x, 0, i_own, s_v, H, 1, VALUES.ALL)
+        b_k = new_rows(keys.x, 0, i_own, s_k, H, 1, ALL_KEYS)
+        b_v = new_rows(values.x, 0, i_own, s_v, H, 1, ALL_VALUES)
         i_past, i_w = window_of(rows, i_own, B, HALF, KEYS.W)
         if tl.load(rows.steps + 6 * B + i_own) == 0:
             append_side(
-                b_k, keys.x, keys.window, keys.window, i_own, i_w, i_past, s_k, factors[0], H, 1, 0, KEYS.W, KEYS.ALL
+                b_k, keys.x, keys.window, keys.window, i_own, i_w, i_past, s_k, factors[0], H, 1, 0, KEYS.W, ALL_KEYS
             )
             append_side(
                 b_v, values.x, values.window, values.window, i_own, i_w, i_past, s_v, factors[1], H, 1, 0, VALUES.W,
-                VALUES.ALL,
+                ALL_VALUES,
             )  # fmt: skip
             if queries.sums is not None:
                 i_slot = tl.load(rows.found + i_own).to(tl.int64)
