@@ -174,4 +174,6 @@ class MixKVQ(Scheme):
         if asks and q_abs is None:
             warn_of_unseen(self)
             return channel_widths(keys, fmt, range_rule())
-        return channel_widths(keys, fmt, self.step_rule(head_dim), q_abs if asks else None)
+        rule = self.step_rule(head_dim)
+        assert rule is not None, "channels are raised"
+        return channel_widths(keys, fmt, rule, q_abs if asks else None)
