@@ -548,6 +548,13 @@ class MixedKVCache(Cache):
         """
         return None if self.budget is None else self.budget.limit
 
+    @memory_limit.setter
+    def memory_limit(self, memory: int | str) -> None:
+        if self.budget is None:
+            raise ValueError("memory_limit: this cache was made without memory=, so its scheme stays; make another.")
+        model = None if self._model is None else self._model()
+        self.budget.set_limit(self, parse_memory(memory, device_of(model)))
+
     @property
     def evicted(self) -> int:
         """Most tokens of a row that a cache with ``evict=`` has forgotten; 0 of any other cache.
@@ -555,13 +562,6 @@ class MixedKVCache(Cache):
         ``memory().tokens`` has the shares of tokens that are forgotten of any cache.
         """
         return max((layer.gone for layer in self.compressed_layers), default=0)
-
-    @memory_limit.setter
-    def memory_limit(self, memory: int | str) -> None:
-        if self.budget is None:
-            raise ValueError("memory_limit: this cache was made without memory=, so its scheme stays; make another.")
-        model = None if self._model is None else self._model()
-        self.budget.set_limit(self, parse_memory(memory, device_of(model)))
 
     def reserve(self, tokens: int) -> None:
         """Makes room for a captured step of so many tokens within the budget, if there is one."""

@@ -250,7 +250,7 @@ REQUESTS = ["4t128p32f2/4t128p32", "2c16p32+4x16/2t128p32", "2c32p32n/4t32p32n",
 
 
 def requests_of(spec, dtype, windowed, rotate=(128, 32), strided=True):
-    """What four requests hold: some pages and some of another, nothing, whole pages only, and less than a page."""
+    """Four requests: some pages and a part of another, nothing, whole pages only, less than a page."""
     torch.manual_seed(0)
     store = StoreFormat.parse(f"s0;k{rotate[0]};v{rotate[1]};{spec}")
     heads, dim, page = 2, 128, store.runs[0][0].page_size

@@ -41,8 +41,8 @@ def test_others_numbers_reach_nobody(backend):
     assert found[1].isnan().all()
 
 
-# Of each column: a page's queries, its number, the request, queries of the page that is being filled afterwards,
-# whether the sums belong to the first of the two, and tokens of the second.
+# Columns of the ranges: a page's queries, its number, the request, queries of the page that is being filled
+# afterwards, whether the sums belong to the first of the two, and tokens of the second.
 RANGES = (
     (10, 42, 0, -1, 0, 0, 0, 0),
     # A page that is filled with what earlier queries have summed, and one that is begun.

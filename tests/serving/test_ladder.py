@@ -111,7 +111,7 @@ def test_after_a_step_down_pages_are_those_of_the_scheme(model, blocks):
         assert engine.pages.step_down()
         found = engine.run()
         assert found == expected(model, inputs, ladder(PAGE)[1]) != expected(model, inputs, get_scheme("full"))
-        # Nobody is left, so the next ones begin in 16 bits.
+        # Requests that come to an empty engine begin in 16 bits.
         engine.ask(*inputs)
         assert engine.run() == expected(model, inputs, get_scheme("full"))
     assert set(engine.rungs) == {0, 1}
@@ -247,7 +247,7 @@ def test_without_memory_for_a_step_down_requests_wait(model, monkeypatch, caplog
 
 
 def test_layers_move_only_where_none_is_left():
-    """Of any shape: each layer comes to bytes that hold no layer which has yet to move, and rungs hold ever more."""
+    """A layer of any shape moves to bytes that no layer has that is still to move, and each rung holds more tokens."""
     draw, tried = random.Random(0), 0
     for _ in range(60):
         layers, page = draw.randint(1, 40), draw.choice([16, 128])
