@@ -11,6 +11,7 @@ the median of three calls of greedy `generate`, less those of a call of eight to
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import os
@@ -84,10 +85,15 @@ def main() -> None:
     parser.add_argument("--ways", default="one,layers,heads")
     written = str(Path(tempfile.gettempdir()) / "two-gpus")
     parser.add_argument("--folder", default=written, help="where the model is written for tensor parallelism")
+    parser.add_argument("--minutes", type=float, default=8, help="after which both processes print where they are, and end")
     parser.add_argument("--json", required=True)
     arguments = parser.parse_args()
     if "RANK" in os.environ:
+        # A process that waits for the other one forever would say nothing.
+        faulthandler.dump_traceback_later(60 * arguments.minutes, exit=True)
+        start = time.perf_counter()
         model = AutoModelForCausalLM.from_pretrained(arguments.folder, tp_plan="auto", dtype=torch.bfloat16).eval()
+        print(f"loaded in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
         found = rows(model, "heads", arguments)
         if torch.distributed.get_rank() == 0:
             Path(arguments.json).write_text(json.dumps(found), encoding="utf-8")
@@ -95,8 +101,11 @@ def main() -> None:
         torch.distributed.destroy_process_group()
         return
     ways, found = arguments.ways.split(","), []
-    model = build(get_config(arguments.model), torch.device("cuda", 0), torch.bfloat16)
-    if "heads" in ways:
+    if set(ways) == {"heads"} and (Path(arguments.folder) / "config.json").exists():
+        model = None
+    else:
+        model = build(get_config(arguments.model), torch.device("cuda", 0), torch.bfloat16)
+    if "heads" in ways and model is not None:
         model.save_pretrained(arguments.folder)
     if "one" in ways:
         found += rows(model, "one", arguments)
