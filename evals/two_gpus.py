@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--ways", default="one,layers,heads")
     written = str(Path(tempfile.gettempdir()) / "two-gpus")
     parser.add_argument("--folder", default=written, help="where the model is written for tensor parallelism")
-    parser.add_argument("--minutes", type=float, default=8, help="after which both processes print where they are, and end")
+    parser.add_argument("--minutes", type=float, default=8, help="then both processes print where they are")
     parser.add_argument("--json", required=True)
     arguments = parser.parse_args()
     if "RANK" in os.environ:

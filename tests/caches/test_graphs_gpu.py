@@ -262,7 +262,6 @@ def test_memory_comes_back(model):
     peaks = []
     for on in (False, True, False, True):
         gc.collect()
-        # A workspace of cuBLAS stays for each stream it has seen.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -277,8 +276,11 @@ def test_memory_comes_back(model):
                     model(prompt(4, 1), past_key_values=cache)
             peaks.append(torch.cuda.max_memory_allocated() - before)
             del cache
+            # A workspace of cuBLAS stays for each stream it has seen, that of the capture too.
+            held = torch.cuda.memory_allocated()
             torch._C._cuda_clearCublasWorkspaces()
             assert torch.cuda.memory_allocated() <= before + 2**20
+            peaks[-1] -= held - torch.cuda.memory_allocated()
         finally:
             gc.enable()
     assert peaks[3] <= 1.1 * peaks[2] + 2**22

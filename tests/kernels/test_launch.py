@@ -79,13 +79,35 @@ class Kernel:
         return launch
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_bound_launches_ask_the_tensors_that_come_alone(monkeypatch, first):
-    """Beside one of any alignment; newcomers that are not aligned to 16 bytes have a variant of their own."""
+def stand_in(monkeypatch) -> Kernel:
+    """A kernel without a GPU, and nothing around it."""
     active = SimpleNamespace(get_current_stream=lambda index: 0)
     for name, other in (("driver", SimpleNamespace(active=active)), ("load", id), ("settle_name", id)):
         monkeypatch.setattr(launch_module, name, other)
-    memory, kernel = torch.zeros(64), Kernel()
+    return Kernel()
+
+
+def test_each_dtype_has_a_variant_of_its_own(monkeypatch):
+    """Of a launch that is kept for several, and of a bound one: a variant would write past tensors of another dtype."""
+    kernel = stand_in(monkeypatch)
+    launch = Launch(kernel, (2,), {"n": 7}, {}, CPU, lambda given: (*given, *given[:1], ()))
+    kinds = (F32, BF16, F16)
+    held = torch.zeros(16)
+    bound = launch.bound(None, held)
+    for again in range(2):
+        for at, kind in enumerate(kinds):
+            launch(torch.zeros(16, dtype=kind), held)
+            bound(torch.zeros(16, dtype=kind))
+            assert len(kernel.through) == (len(kinds) if again else at + 1)
+            # The second of a kind goes past Triton, with the variant of the first.
+            assert [variant for variant, _ in kernel.past] == [at] * (1 + again)
+            kernel.past.clear()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_bound_launches_ask_the_tensors_that_come_alone(monkeypatch, first):
+    """Beside one of any alignment; newcomers that are not aligned to 16 bytes have a variant of their own."""
+    memory, kernel = torch.zeros(64), stand_in(monkeypatch)
     assert memory.data_ptr() % 16 == 0
     launch = Launch(kernel, (2,), {"n": 7}, {}, CPU, lambda given: (given[0], given[1], given[0], (given[2], given[1])))
     held = memory[first:], memory[8:]
@@ -169,9 +191,6 @@ class Noted(Launch):
         # The first of several that begin at one place.
         place = {x.data_ptr(): at for at, x in reversed(list(enumerate(tensors)))}
         kinds = each(own, lambda x: (x.dtype, x.data_ptr() % 16 == 0))
-        # A launch looks its variant up by alignment alone: each is for tensors of one kind.
-        dtypes = each(own, lambda x: x.dtype)
-        assert vars(self).setdefault("dtypes", dtypes) == dtypes, "a launch is kept for tensors of other dtypes"
         written = {name: repr(value) for name, value in self.constants.items()}
         places = each(own, lambda x: place.get(x.data_ptr()))
         self.ran.append(Ran(self.name, self.grid, kinds, places, repr(self.numbers), written))

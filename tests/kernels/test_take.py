@@ -44,9 +44,13 @@ def pages_of(form, dim, dtype):
     """Tensors of both sides' pages, with something in them."""
     found = []
     for fmt, side in zip(form.runs[0], ("keys", "values"), strict=True):
-        shapes = fmt.shapes(side, HEADS, dim).values()
-        own = [torch.randint(1, 9, (PAGES, *shape)).to(kind or dtype) for shape, kind in shapes]
-        found.append(own)
+        shapes = fmt.shapes(side, HEADS, dim)
+        own = {name: torch.randint(1, 9, (PAGES, *shape)).to(kind or dtype) for name, (shape, kind) in shapes.items()}
+        for name in {"high_index", "full_index"} & set(own):
+            # A channel is raised once: of two codes for one channel either may be read.
+            order = torch.rand(*own[name].shape[:-1], dim).argsort(-1)
+            own[name] = order[..., : own[name].shape[-1]].to(own[name].dtype)
+        found.append(list(own.values()))
     return found
 
 

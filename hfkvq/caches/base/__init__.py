@@ -51,7 +51,8 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch.is_inference_mode_enabled():
+        # The compiler cannot trace the question, and has left the mode before it traces.
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return function(*args, **kwargs)

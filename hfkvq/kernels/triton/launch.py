@@ -26,11 +26,11 @@ _CHAIN = getattr(knobs, "HookChain", None)
 
 
 class Launch:
-    """A kernel with its grid, numbers and constants, for tensors of known shapes, strides, dtypes and device.
+    """A kernel with its grid, numbers and constants, for tensors of known shapes, strides and device.
 
     A launch through Triton looks at every argument each time, to choose the variant of the kernel, and asks the driver
-    where every tensor lies: a multiple of what the launch itself takes. Here only the alignment of tensors can change,
-    so the variant is looked up by that, and is given addresses.
+    where every tensor lies: a multiple of what the launch itself takes. Here only dtypes and the alignment of tensors
+    can change, so the variant is looked up by them, and is given addresses.
 
     Args:
         kernel: a ``triton.jit`` function whose tensors come first.
@@ -67,9 +67,9 @@ class Launch:
         assert len(self._given) == len(numbers), f"{kernel} has no {set(numbers) - set(kernel.arg_names)}"
         self._index = (0 if device.index is None else device.index) if device.type == "cuda" else None
         self._rest: tuple[Any, ...] = ()
-        # Keys say which tensors begin at a multiple of sixteen bytes (`_alignment`): all that Triton asks of an
-        # address.
-        self._ready: dict[tuple[bool, ...], Any] = {}
+        # Keys are dtypes, and say which tensors begin at a multiple of sixteen bytes (`_alignment`): all that Triton
+        # asks of a tensor.
+        self._ready: dict[tuple[Any, ...], Any] = {}
         # Launches are told of variants that take more shared memory than they need.
         self._packed: dict[Any, tuple[int, ...]] = {}
 
@@ -89,18 +89,20 @@ class Launch:
         """
         marks = [object() if x is None else x.data_ptr() for x in tensors]
         new = [mark for mark, x in zip(marks, tensors, strict=True) if x is None]
-        # The variant where those that come are aligned.
-        variant = _alignment([0 if x is None else x.data_ptr() for x in tensors])
+        # The alignment where those that come are aligned.
+        alignment = _alignment([0 if x is None else x.data_ptr() for x in tensors])
         nested = list(marks if self._nest is None else self._nest(marks))
         holes = [(at, new.index(x)) for at, x in enumerate(nested) if x in new]
         assert len({which for _, which in holes}) == len(new), "tensors that come with a call lie in no tuple"
 
         def launch(*given: Tensor) -> None:
             addresses = [x.data_ptr() for x in given]
-            ready = None if reduce(or_, addresses, 0) & 15 else self._ready.get(variant)
+            rest = iter(given)
+            whole = [next(rest) if x is None else x for x in tensors]
+            kinds = tuple([x.dtype for x in whole])
+            ready = None if reduce(or_, addresses, 0) & 15 else self._ready.get((kinds, alignment))
             if ready is None or (self._index is not None and torch.cuda.current_device() != self._index):
-                rest = iter(given)
-                self(*[next(rest) if x is None else x for x in tensors])
+                self(*whole)
                 return
             own = nested.copy()
             for at, which in holes:
@@ -117,11 +119,12 @@ class Launch:
 
     def _launch(self, tensors: Sequence[Tensor]) -> None:
         addresses = [x.data_ptr() for x in tensors]
-        ready = self._ready.get(_alignment(addresses))
+        variant = tuple([x.dtype for x in tensors]), _alignment(addresses)
+        ready = self._ready.get(variant)
         if ready is None:
             # The first launch goes through Triton, and notes the variant that it took.
             own = tuple(tensors) if self._nest is None else self._nest(tensors)
-            self._note(self._kernel[self.grid](*own, *self._given, **self.constants), own, addresses)
+            self._note(self._kernel[self.grid](*own, *self._given, **self.constants), own, variant)
             return
         self._run(ready, addresses if self._nest is None else self._nest(addresses))
 
@@ -134,14 +137,14 @@ class Launch:
             packed = self._packed.get(ready, ready.packed_metadata)
             ready.run(*self.grid, stream, ready.function, packed, None, None, None, *own, *self._rest)
 
-    def _note(self, compiled: Any | None, own: Sequence[Any], addresses: Sequence[int]) -> None:
+    def _note(self, compiled: Any | None, own: Sequence[Any], variant: tuple[Any, ...]) -> None:
         # The interpreter compiles nothing.
         if compiled is not None:
             # Loads it, where only the compiler has been asked: what a GPU has no room for is known before any launch.
             load(compiled)
             names = self._kernel.arg_names[len(own) + len(self._given) :]
             self._rest = (*self._given, *(self.constants[name] for name in names))
-            self._ready[_alignment(addresses)] = compiled
+            self._ready[variant] = compiled
             if self._most and (room := room_of(compiled, self._device, self._most)):
                 self._packed[compiled] = (*compiled.packed_metadata[:-1], room)
 
