@@ -1,0 +1,78 @@
+"""The page of all measured rows: whole, closed in itself, and working in a browser where there is one."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+
+from evals import leaderboard
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "leaderboard.html"
+VOID = {"meta", "input"}
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def page():
+    return PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_holds_every_row(page):
+    held = re.search(r"const ROWS = (\[.*?\n\]);", page, re.DOTALL)
+    rows = list(leaderboard.rows())
+    assert json.loads(held[1]) == rows
+    names = {(row["name"], row["file"]) for row in rows}
+    for path in leaderboard.RESULTS.glob("kld-*.json"):
+        assert {
+            (row["name"], path.name) for row in json.loads(path.read_text())["rows"] if not row.get("simulated")
+        } <= names
+    real = "real-qwen2.5-coder-1.5b-h100.json"
+    scores = {row["name"]: row["measures"].get("GSM8K, %") for row in rows if row["file"] == real}
+    assert scores["DynamicCache"] == pytest.approx(49.36, abs=0.01)
+    assert {"kivi-2", "best-3.4"} <= scores.keys()
+
+
+def test_rows_say_where_they_come_from():
+    for row in leaderboard.rows():
+        assert row["measures"], row
+        assert all(row[name] for name in ("model", "where", "device", "date", "file", "method")), row
+        assert row["bits"] is None or 1 < row["bits"] <= 16, row
+
+
+def test_the_page_is_html_that_loads_nothing(page):
+    open_tags = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            assert not {"src", "href"} & {name for name, _ in attrs}, tag
+            if tag not in VOID:
+                open_tags.append(tag)
+
+        def handle_endtag(self, tag):
+            assert open_tags.pop() == tag
+
+    Reader().feed(page)
+    assert open_tags == []
+    assert "//" not in re.sub(r"^//.*$", "", page.partition("const ROWS")[0], flags=re.MULTILINE)
+    assert not re.search(r"https?:|@import|fetch\(|XMLHttpRequest", page)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here to open the page with")
+def test_filters_work_in_a_browser(page, tmp_path):
+    def shown(**filters):
+        command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        command += [f"--user-data-dir={tmp_path}", "--dump-dom", f"{PAGE.as_uri()}#{urlencode(filters)}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout.partition("<tbody")[2].partition("</tbody>")[0].count("<tr>"), done.stdout.count("<circle")
+
+    rows = list(leaderboard.rows())
+    assert shown(model="", where="")[0] == len(rows)
+    some = [row for row in rows if row["file"].startswith("real-qwen") and "best-2.5" in row["name"]]
+    found, dots = shown(model=some[0]["model"], where="", name="best-2.5", y="GSM8K, %")
+    assert found == sum(row["model"] == some[0]["model"] and "best-2.5" in row["name"] for row in rows) > 0
+    assert dots == sum("GSM8K, %" in row["measures"] for row in some) == 1
