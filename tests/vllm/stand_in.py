@@ -4,8 +4,10 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Generic, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -32,6 +34,7 @@ class Spec:
     block_size: int
     num_kv_heads: int
     head_size: int
+    dtype: torch.dtype = torch.uint8
 
 
 class Impl(Generic[T]):
@@ -76,6 +79,7 @@ def install(monkeypatch, version="0.25.0"):
             "AttentionMetadata": object,
             "AttentionMetadataBuilder": Builder,
             "AttentionType": AttentionType,
+            "CommonAttentionMetadata": SimpleNamespace,
         },
         "vllm.v1.kv_cache_interface": {"FullAttentionSpec": Spec},
         "vllm.v1.attention.backends": {},
