@@ -4,8 +4,8 @@
 
 Parts, any of which may be left out (``--parts ladder steps fill``), into one JSON file:
 
-- ``order`` measures each side of each layer a rung up and down (`hfkvq.tuning.order`), if ``--order measure``; the
-  order is written beside the JSON file, and the other parts go by it.
+- ``order`` measures each side of each layer a rung up and down (`hfkvq.tuning.order`), if ``--order measure``, on
+  ``--order-windows`` windows of their own; the order is written beside the JSON file, and the other parts go by it.
 - ``ladder``: KL divergence from `DynamicCache` after a prompt that came in 16 bits and went down step by step, as a
   cache does that fills up, at so many points of the ladder (``--points``); and of the presets. ``ratio`` is that to
   the preset of least divergence among those that take no more bytes. Bytes are of buffers without room ahead.
@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -134,9 +135,10 @@ def ladder(model: Any, tokens: Tensor, names: Any, given: argparse.Namespace, or
     assert budget is not None
     chosen: dict[str, Any] = {name: get_preset(name) for name in PRESETS}
     schemes = {name: preset.by_layer(layers) for name, preset in chosen.items()}
-    for number, rungs in enumerate(states(model, order, given.points)):
-        chosen[f"ladder {number}"], schemes[f"ladder {number}"] = OnRungs(rungs, order), budget.schemes(rungs)
-        last = rungs
+    for kind, own in {"ladder": order, "by depth": None}.items() if order else (("ladder", None),):
+        for number, rungs in enumerate(states(model, own, given.points)):
+            chosen[f"{kind} {number}"], schemes[f"{kind} {number}"] = OnRungs(rungs, own), budget.schemes(rungs)
+            last = rungs
     rooms = {}
     for stays in given.forget:
         own, theirs = f"ladder's end, {stays:.0%} kept", f"snapkv of best-2.5, {stays:.0%} kept"
@@ -158,6 +160,24 @@ def ladder(model: Any, tokens: Tensor, names: Any, given: argparse.Namespace, or
         row["best"] = best and best["name"]
         row["ratio"] = best and row["kld"]["mean"] / best["kld"]["mean"]
     return rows
+
+
+def order_gain(rows: list[Record]) -> float:
+    """Mean ratio of divergences at equal bytes, of a measured order's ladder to that by depth; below 1 is better.
+
+    Over the states by depth between the ends, which both orders share; divergences between states grow geometrically.
+    """
+    ours, theirs = (
+        sorted((x["bytes"], math.log(x["kld"]["mean"])) for x in rows if x["name"].startswith(kind))
+        for kind in ("ladder", "by depth")
+    )
+    ratios = []
+    for size, value in theirs[1:-1]:
+        at = next(n for n, (own, _) in enumerate(ours) if own >= size)
+        (low, before), (high, after) = ours[max(at - 1, 0)], ours[at]
+        share = (size - low) / (high - low) if high > low else 1.0
+        ratios.append(before + share * (after - before) - value)
+    return math.exp(sum(ratios) / len(ratios))
 
 
 def feed(model: Any, cache: Any, ids: Tensor, chunk: int = 4096) -> None:
@@ -329,8 +349,12 @@ def main() -> None:
     model, tokenizer = load_model(source, device), load_tokenizer(source)
     files = sorted((given.data / "texts").glob("*.*")) if given.data else None
     texts = find_texts(files or None, None, "", "text", source.reference, 0)
-    windows = cut(texts, tokenizer, given.prompt + given.scored, given.windows)
-    tokens = windows.tokens
+    apart = given.order_windows if given.order == "measure" else 0
+    windows = cut(texts, tokenizer, given.prompt + given.scored, given.windows + apart)
+    # Every few windows one is the order's, so that it is of all texts.
+    own = torch.arange(apart) * len(windows.tokens) // max(apart, 1)
+    rest = [n for n in range(len(windows.tokens)) if n not in own]
+    tokens, names = windows.tokens[rest], [windows.names[n] for n in rest]
     text = model.config.get_text_config(decoder=True)
     record = {
         "kind": "hfkvq budget", "date": now(), "commit": commit(), "device": device_name(device),
@@ -345,16 +369,17 @@ def main() -> None:
         print(part, json.dumps(found)[:2000] if part != "ladder" else "done", flush=True)
 
     if order == "measure":
-        some = tokens[: given.order_windows]
-        objective = TextKLD(model, some, prefill=given.prompt, chunk=16, batch_size=given.batch_size)
+        objective = TextKLD(model, windows.tokens[own], prefill=given.prompt, chunk=16, batch_size=given.batch_size)
         pairs = tune_order(objective, text.num_hidden_layers, shape_of(model, 1).key_dim)
         order = given.json.with_suffix(".order.json")
         save_order(order, pairs, {key: record[key] for key in ("date", "commit", "device", "model")})
         keep("order", pairs)
         order = str(order)
     if "ladder" in given.parts:
-        rows = ladder(model, tokens, windows.names, given, order)
+        rows = ladder(model, tokens, names, given, order)
         keep("ladder", rows)
+        if order:
+            keep("order_gain", order_gain(rows))
         head = ("state", "bits", "KLD", "median", "99.9 %", "top-1", "best preset", "ratio")
         lines = [
             (x["name"], f"{x['bits']:.2f}", f"{x['kld']['mean']:.5f}", f"{x['kld']['median']:.5f}",

@@ -26,6 +26,7 @@ from hfkvq.kernels.step import MAX_STEP, Allocation, StepPlan, buffer_bytes, vie
 from hfkvq.sizes import parse_size
 
 from .base.capture import RECORDERS
+from .base.config_switch import NAME
 from .eviction.forgetting import kept_pages, page_size, pages_to_spare, score_bytes
 from .layer_state.base import ROLLBACK, unchanged_on_error
 from .layer_state.smoothing import KeySmoothing, measure, of_keys
@@ -586,6 +587,13 @@ class Budget:
         try:
             spare = self._pages_to_spare(cache, shape, need)
             shape, rungs, room = self.choose(shape, need, tokens, rooms, spare=spare)
+            own = cache.config._attn_implementation_internal
+            if shape.gone and own not in (NAME, "sdpa"):
+                raise ValueError(
+                    f"evict: got a first prompt of {need} tokens, of which some have to go, but the cache is detached "
+                    f"and {own!r} attention does not show which; nothing was changed. Call cache.attach(model), give "
+                    "the cache more (cache.memory_limit = ...), or pass the prompt in chunks."
+                )
         except ValueError:
             self.rungs = before
             raise

@@ -378,6 +378,11 @@ class MixedKVCache(Cache):
                     f"model_or_config: this cache was made for {len(self.layers)} layers, but got keys of layer "
                     f"{layer_idx}; make it from the config of the model that it is used with."
                 )
+            if self.budget is not None and layer_idx and self.layers[layer_idx - 1].cuts is not None:  # type: ignore[union-attr]
+                raise ValueError(
+                    "evict: the cache was detached within a first prompt of which some tokens have to go, so attention "
+                    "did not show which; nothing was cached. Call cache.attach(model)."
+                )
             self._updated = layer_idx
             found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             # A compiler makes its kernels, and cannot follow handles.
@@ -390,6 +395,8 @@ class MixedKVCache(Cache):
     def _take_back(self, layer_idx: int, tokens: int) -> None:
         """Takes tokens that a layer has refused out of the earlier ones."""
         layers = self.layers
+        if self._is_cutting:
+            return self.reset()
         refused = seen_by(layers[layer_idx]) if layer_idx < len(layers) else self.get_seq_length() - tokens
         own = [layer for i, layer in enumerate(layers) if i in self._compressed and i not in self._untouched]
         transactions.level(own, seen_by, refused or 0)
@@ -563,6 +570,11 @@ class MixedKVCache(Cache):
         """
         return max((layer.gone for layer in self.compressed_layers), default=0)
 
+    @property
+    def _is_cutting(self) -> bool:
+        """True within a first prompt that a budget has cut, or has to cut, until its last layer is done."""
+        return any(layer.cuts is not None for layer in self.compressed_layers)
+
     def reserve(self, tokens: int) -> None:
         """Makes room for a captured step of so many tokens within the budget, if there is one."""
         if self.budget is not None:
@@ -670,6 +682,9 @@ class MixedKVCache(Cache):
 
     def level_pages(self, seen: int | None = None) -> None:
         """Takes tokens out again as `level` does, whatever recurrent states have."""
+        if self._is_cutting:
+            # Whole, its tokens would not fit; nothing was there before them.
+            return self.reset()
         self._catch_up()
         counting = [self.layers[i] for i in self._counting]
         least = min((seen_by(layer) or 0 for layer in counting), default=0) if seen is None else seen

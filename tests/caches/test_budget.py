@@ -447,6 +447,92 @@ def test_a_first_prompt_that_does_not_fit_is_cut_as_snapkv_cuts_it(shallow, rows
             cache.integrity_check()
 
 
+def cut_cache(model, monkeypatch, rows=1):
+    """An empty cache in which a prompt of 900 tokens does not fit whole."""
+    monkeypatch.setattr(budget, "LADDER", (small("full"),))
+    return MixedKVCache(model, memory=rows * 1_200_000, evict="snapkv", graphs=False)
+
+
+def test_a_detached_cache_cuts_where_sdpa_shows_queries_and_refuses_elsewhere(shallow, monkeypatch):
+    ids, attached, cache = prompt(1, 900), *(cut_cache(shallow, monkeypatch) for _ in range(2))
+    expected = forward(shallow, attached, ids)
+    cache.detach()
+    assert shallow.config._attn_implementation == "sdpa"
+    with watched(cache, monkeypatch):
+        torch.testing.assert_close(forward(shallow, cache, ids), expected, rtol=1e-4, atol=1e-4)
+    assert cache.evicted == attached.evicted > 200
+    assert same_bits(bits(cache), bits(attached))
+    cache.reset()
+    shallow.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"evict: .* detached and 'eager' attention .*nothing was changed"):
+        forward(shallow, cache, ids)
+    assert cache.get_seq_length() == 0
+    assert held(cache) <= cache.memory_limit
+    # A prompt that fits needs no queries.
+    forward(shallow, cache, ids[:, :90])
+    cache.reset()
+    cache.attach(shallow)
+    torch.testing.assert_close(forward(shallow, cache, ids), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_a_cache_detached_within_a_prompt_holds_no_more_than_its_budget(monkeypatch, layers):
+    shallow = build("llama", num_hidden_layers=layers, max_position_embeddings=4096)
+    shallow.set_attn_implementation("eager")
+    ids, cache = prompt(1, 900 if layers == 2 else 700), cut_cache(shallow, monkeypatch)
+    with watched(cache, monkeypatch):
+        hook = shallow.model.layers[1].register_forward_pre_hook(lambda *_: cache.detach())
+        if layers == 3:
+            with pytest.raises(ValueError, match=r"evict: .*detached within a first prompt .*nothing was cached"):
+                forward(shallow, cache, ids)
+        else:
+            # No layer comes after it: whatever comes next is refused.
+            forward(shallow, cache, ids)
+            assert held(cache) <= cache.memory_limit
+            for act in (lambda: forward(shallow, cache, ids[:, :1]), lambda: cache.crop(-1)):
+                with pytest.raises(RuntimeError, match=r"evict: attention has not shown .* call reset"):
+                    act()
+            cache.level()
+        hook.remove()
+    assert cache.get_seq_length() == 0
+    assert held(cache) <= cache.memory_limit
+    cache.attach(shallow)
+    assert forward(shallow, cache, ids).isfinite().all()
+    cache.integrity_check()
+
+
+def test_padding_within_rows_of_a_prompt_that_is_cut_changes_nothing(shallow, monkeypatch):
+    ids, mask = prompt(2, 900), torch.ones(2, 900, dtype=torch.long)
+    cache = cut_cache(shallow, monkeypatch, 2)
+    expected = forward(shallow, cache, ids, attention_mask=mask)
+    cache.reset()
+    mask[1, 300:400] = 0
+    with pytest.raises(ValueError, match=r"evict: .*padding within rows.*nothing was cached"):
+        forward(shallow, cache, ids, attention_mask=mask)
+    assert cache.get_seq_length() == cache.evicted == 0
+    assert held(cache) <= cache.memory_limit
+    # Without reset().
+    torch.testing.assert_close(forward(shallow, cache, ids), expected, rtol=1e-5, atol=1e-5)
+    cache.integrity_check()
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_a_prompt_that_is_interrupted_while_it_is_cut_is_taken_back(shallow, monkeypatch, share):
+    ids, cache = prompt(1, 900), cut_cache(shallow, monkeypatch)
+    expected = forward(shallow, cache, ids)
+    cache.reset()
+    with FailAt() as counted:
+        forward(shallow, cache, ids)
+    cache.reset()
+    with watched(cache, monkeypatch), pytest.raises(Fault), FailAt(int(counted.count * share)):
+        forward(shallow, cache, ids)
+    assert held(cache) <= cache.memory_limit
+    cache.level()
+    assert cache.get_seq_length() == 0
+    torch.testing.assert_close(forward(shallow, cache, ids), expected, rtol=1e-5, atol=1e-5)
+    cache.integrity_check()
+
+
 def test_pages_are_scored_by_the_newest_queries(model):
     """The softmax of all logits, summed by page; queries of padding do not count."""
     cache, ids = MixedKVCache(model, memory="64MiB", evict="snapkv"), prompt(2, 90)

@@ -119,12 +119,15 @@ def cut_prompt(layer: LayerBase, scheme: SnapKV, query: Tensor, arguments: Atten
         query: (B, Hq, Q, D), smoothed as the staged keys are.
 
     Raises:
-        ValueError: padding stands among tokens. This layer is unchanged then, but the forward has begun.
+        ValueError: padding stands among tokens. All layers are empty then, as they were before this prompt.
     """
     if layer.padding is not None and layer.padding.source is not None:
+        assert layer.buffer is not None, "a cache with a budget has buffers"
+        for member in layer.buffer.sync.members:
+            member.layer.reset()
         raise ValueError(
-            "evict: got padding within rows, where no token can be forgotten; pad on the left, or pass the prompt in "
-            "chunks. Call reset() before this cache is used again."
+            "evict: got a first prompt that does not fit, with padding within rows, where no token can be forgotten; "
+            "nothing was cached. Pad on the left, or give the cache more (cache.memory_limit = ...)."
         )
     assert layer.staged is not None, "a first prompt waits until its attention is done"
     arguments = arguments.biased()

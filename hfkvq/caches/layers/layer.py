@@ -559,6 +559,11 @@ class KVLayer(CacheLayerMixin):
         left = self.staged is not None or self.uncommitted or (eviction is not None and eviction.pending is not None)
         if self.store is None or not left:
             return
+        if self.cuts is not None and self.staged is not None:
+            raise RuntimeError(
+                "evict: attention has not shown by which queries this first prompt is to be cut, since it was "
+                "interrupted, or the cache was detached meanwhile; call reset() before this cache is used again."
+            )
         self.close()
         try:
             if eviction is None:
