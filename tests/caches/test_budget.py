@@ -670,7 +670,7 @@ def bits(cache):
 
 
 @pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_histories(seed, monkeypatch, tmp_path):
     History(seed, monkeypatch, tmp_path).run(14)
 

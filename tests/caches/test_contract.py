@@ -87,10 +87,10 @@ on_every_case_of_families = pytest.mark.parametrize("scheme", CASES_OF_FAMILIES.
 on_everything_of_families = pytest.mark.parametrize("scheme", OF_FAMILIES.values(), ids=OF_FAMILIES.keys())
 
 
-def on_every_second(cases, first):
-    """Cases of families, and of the others every second one: two tests of a kind have each case between them."""
+def on_every_third(cases, first):
+    """Cases of families, and of the others every third one: three tests of a kind have each case between them."""
     others = [name for name in cases if name not in OF_FAMILIES]
-    chosen = {name: x for name, x in cases.items() if name in OF_FAMILIES or others.index(name) % 2 == first}
+    chosen = {name: x for name, x in cases.items() if name in OF_FAMILIES or others.index(name) % 3 == first}
     return pytest.mark.parametrize("scheme", chosen.values(), ids=chosen.keys())
 
 
@@ -135,8 +135,8 @@ def test_reserved_memory_is_poisoned():
     ("name", "backend"),
     [
         *((name, "reference") for name in LAYOUTS),
-        # The others are interpreted in `test_life_in_kernels`.
-        *((name, "interpret") for name in LAYOUTS if name not in IN_KERNELS),
+        # Others are interpreted in `test_life_in_kernels`, and all formats in `tests/kernels`.
+        *((name, "interpret") for name in ("full", "saw-int4", "trellis-2.5", "triaxial")),
         *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in by_layout()),
     ],
     indirect=["backend"],
@@ -162,7 +162,7 @@ def test_fused_attention_is_attention_over_dense(name, backend, device):
     assert (crossed >= page).all() if backend == "reference" else crossed.any()
 
 
-@on_every_second(CASES, 0)
+@on_every_third(CASES, 0)
 def test_decode_output_is_attention_with_the_new_token_whole(scheme):
     """A call attends before it seals: what came out used new tokens as they came. Steps, then a second prompt."""
     layer = make(scheme)
@@ -241,7 +241,7 @@ def test_dense_is_close_to_what_was_given(scheme):
 # Rows and padding.
 
 
-@on_every_second(EVERYTHING, 1)
+@on_every_third(EVERYTHING, 1)
 def test_padded_row_is_the_same_row_alone(scheme):
     """Codes, scales and windows bit for bit: padding leaves no trace."""
     page = unit(scheme)
@@ -294,7 +294,7 @@ def test_life_in_kernels(name):
         assert_same_bits(a, b)
 
 
-@on_every_second(CASES, 1)
+@on_every_third(CASES, 2)
 def test_chunks_do_not_matter(scheme):
     """Odd chunks, shorter and longer than a step, and one that is padding only for two of the rows."""
     rows, pads, alone = [row(i, 80) for i in (1, 2, 3, 4)], [0, 3, 20, 38], [make(scheme) for _ in range(4)]
@@ -415,7 +415,7 @@ MOVES = {
 }
 
 
-@on_every_second(EVERYTHING, 0)
+@on_every_third(EVERYTHING, 0)
 def test_moved_rows_are_the_rows_fed_alone(scheme):
     """Beams: rows of different lengths trade places, share their past, and part again without touching each other."""
     started, _, _ = _started(scheme)
@@ -560,7 +560,7 @@ def test_saved_cache_goes_on(name, road, tmp_path):
 # Taking tokens back.
 
 
-@on_every_second(CASES, 0)
+@on_every_third(CASES, 1)
 def test_crop_keeps_what_dense_showed(scheme):
     """Into sealed pages, and into the sink: what is left is what was there, dequantized."""
     rows, pads = [row(1, 90), row(2, 90)], [0, 9]

@@ -487,7 +487,7 @@ def options(count, **more):
 
 def test_short_histories():
     """The same ones in every run."""
-    run_state_machine_as_test(Histories, settings=options(12, derandomize=True))
+    run_state_machine_as_test(Histories, settings=options(8, derandomize=True))
 
 
 @pytest.mark.slow

@@ -307,6 +307,7 @@ def test_requests_by_hand(backend, windowed):
         assert torch.equal(found[at], expected)
 
 
+@pytest.mark.interpreted(turns=2, over=("spec", "dtype", "windowed"))
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spec", REQUESTS)

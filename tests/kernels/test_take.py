@@ -98,6 +98,7 @@ def claimed(lengths, slots, dues, spare, device):
     return Claimed(torch.stack([slot, due, source]).to(device), steps, *steps[4:].unbind(), slot[:, None].to(device))
 
 
+@pytest.mark.interpreted(turns=2, over=("spec", "dtype"))
 @pytest.mark.parametrize("spec", WHOLE)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_pages_are_filled_sealed_and_restored(triton_backend, spec, dtype):

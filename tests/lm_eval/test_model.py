@@ -73,7 +73,7 @@ def close(mine, others, tolerance=1e-4):
 def test_nothing_lost_answers_as_hf_does(make, scheme):
     """bf16's place is taken by float32 here: then the two orders of summing agree to the last choice."""
     hf, ours = make(HFLM, batch_size=3), make(scheme=scheme, batch_size=3)
-    prompts = sentences(5, 10)
+    prompts = sentences(4, 10)
     # hf first: it runs before the config's attention is switched.
     texts, scores = generate(hf, prompts), score(hf, pairs())
     assert generate(ours, prompts) == texts
@@ -120,9 +120,9 @@ def test_log_likelihood_by_hand(subject, make, mode, chunk, by_prompt):
 def test_batch_mates_and_shared_contexts_change_nothing(make):
     alone, together = make(**KITTY, batch_size=1), make(**KITTY, batch_size=5)
     # A matrix product of other shape may round a key to the next code.
-    close(score(together, pairs()), score(alone, pairs()), 2e-3)
-    prompts = sentences(5, 20)
-    assert generate(together, prompts) == generate(alone, prompts)
+    close(score(together, pairs(3)), score(alone, pairs(3)), 2e-3)
+    prompts = sentences(5, 12)
+    assert generate(together, prompts, max_gen_toks=8) == generate(alone, prompts, max_gen_toks=8)
 
 
 def test_more_endings_than_rows(make):
