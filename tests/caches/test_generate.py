@@ -69,7 +69,7 @@ def turns(model, make):
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     for turn in range(3):
-        ids = _generate(model, cache, ids, attention_mask=mask, max_new_tokens=10)
+        ids = _generate(model, cache, ids, attention_mask=mask, max_new_tokens=6)
         more = prompt(2, 9, seed=turn)
         mask = torch.cat([mask, mask.new_ones(2, ids.shape[1] - mask.shape[1] + 9)], 1)
         ids = torch.cat([ids, more], 1)

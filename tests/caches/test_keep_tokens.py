@@ -148,9 +148,8 @@ def test_rows_keep_what_they_are_told(name, headwise, prompt):
             assert life.keep(share, newest)
         assert len(watch.asked) <= 1
         life.check()
-        for _ in range(17):
+        for _ in range(12):
             life.step()
-        life.check()
         life.prompt(37)
         life.check()
 

@@ -159,7 +159,7 @@ def test_captured_steps(scheme, attended):
             ids,
             attention_mask=mask,
             past_key_values=MixedKVCache(model, scheme, graphs=on),
-            max_new_tokens=40,
+            max_new_tokens=20,
             do_sample=False,
         )
         for on in (True, False)

@@ -109,7 +109,7 @@ def test_new_tokens_of_encoders_see_each_other(capacity, graphs, request):
     assert torch.allclose(*found, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["bart", "t5", "bigbird-pegasus"])
+@pytest.mark.parametrize("name", ["bart", "t5", pytest.param("bigbird-pegasus", marks=pytest.mark.slow)])
 def test_encoder_decoders(name):
     """A bare cache is refused before it holds anything; the line that the refusal names works."""
     model = make(name)

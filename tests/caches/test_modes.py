@@ -56,7 +56,6 @@ MODES = {
     "watching": Watching,
     "operations": lambda: FlopCounterMode(display=False),
     "no autocast": lambda: torch.autocast("cpu", enabled=False),
-    "matmul": lambda: setting(torch.set_float32_matmul_precision, "medium", "highest"),
     "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
 }
 # Capacity, and whether steps are captured.

@@ -50,7 +50,7 @@ def test_pages_hold_what_may_be_taken_back():
 def test_beyond_the_ring(family, length, graphs, captured):  # noqa: F811
     """Prompt, steps, chunks that are longer than the window and shorter: the logits of `DynamicCache`."""
     model, ids = build(family), prompt(2, 290)
-    parts = [150, *[1] * 9, 60, 7, *[1] * 12]
+    parts = [150, *[1] * 5, 60, 7, *[1] * 6]
     cache = MixedKVCache(model, FULL, max_cache_len=length, graphs=graphs)
     expected = logits_of(model, DynamicCache(config=model.config), parts, ids)
     torch.testing.assert_close(logits_of(model, cache, parts, ids), expected, rtol=1e-4, atol=1e-4)

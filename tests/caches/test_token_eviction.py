@@ -106,7 +106,7 @@ def test_prompts_and_steps_keep_what_scores_say(name, knobs):
     scheme = small(name, **knobs, **({"budget_tokens": None} if "budget_share" in knobs else {}))
     own = row(3, 150)
     layer, expected = make(scheme), Simulated(scheme, own)
-    for count in (10, 25, 1, 1, 1, 1, 1, 1, 30, *[1] * 12, 3, 16, 1, 1, 17, *[1] * 9):
+    for count in (10, 25, 1, 1, 1, 30, *[1] * 9, 3, 16, 1, 1, 17, *[1] * 8):
         at = expected.seen
         forward(layer, *join([own[at : at + count]]))
         expected.feed(count)
