@@ -13,7 +13,6 @@ from tests.caches.driver import (
     DIM,
     HEADS,
     assert_same_bits,
-    cases,
     feed,
     forward,
     make,
@@ -23,6 +22,7 @@ from tests.caches.driver import (
     unit,
 )
 from tests.caches.models import build, config, prompt
+from tests.caches.test_contract import CASES_OF_FAMILIES
 
 
 def filled(scheme, **kwargs):
@@ -165,7 +165,7 @@ def _without_bad(scheme, where):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "bad"), [(scheme, (float("nan"), 1e30)[at % 2]) for at, scheme in enumerate(cases().values())]
+    ("scheme", "bad"), [(scheme, (float("nan"), 1e30)[at % 2]) for at, scheme in enumerate(CASES_OF_FAMILIES.values())]
 )
 def test_bad_token_harms_no_other(scheme, bad):
     """Without debug: one token whose vector is bad leaves every other token as it would have been without it."""

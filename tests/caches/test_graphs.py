@@ -49,7 +49,7 @@ def test_steps_of_every_scheme_are_those_without_graphs(name, monkeypatch):
             MixedKVCache(model, SCHEMES[name], graphs=on, headroom=0.01),
             ids,
             attention_mask=mask,
-            max_new_tokens=26,
+            max_new_tokens=20,
         )
         for on in (True, False)
     ]

@@ -256,8 +256,12 @@ def outliers():
 @pytest.mark.parametrize(
     ("name", "most"),
     [
-        *(("saw-int4", 0.001), ("kvarn-k2v2", 0.03)),
-        *(pytest.param(name, most, marks=pytest.mark.slow) for name, most in (("triaxial", 0.002), ("int4", 0.002), ("best-4.3", 0.001))),
+        ("saw-int4", 0.001),
+        ("kvarn-k2v2", 0.03),
+        *(
+            pytest.param(name, most, marks=pytest.mark.slow)
+            for name, most in (("triaxial", 0.002), ("int4", 0.002), ("best-4.3", 0.001))
+        ),
     ],
 )
 def test_wide_channels_do_little_harm_once_they_are_smoothed(name, most, outliers, caplog, monkeypatch):

@@ -121,7 +121,7 @@ def test_after_a_step_down_pages_are_those_of_the_scheme(model, blocks):
 def test_kernels_take_16_bits_behind_windows_and_step_down(model):
     """Triton's, interpreted."""
     pytest.importorskip("triton")
-    inputs = prompts(100, 9)
+    inputs = prompts(70, 9)
     with Engine(model, new=3, max_blocks_per_request=8) as engine, use_interpreter():
         engine.ask(*inputs)
         engine.step()

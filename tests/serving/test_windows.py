@@ -186,8 +186,8 @@ def test_a_pool_that_is_too_small_for_all_at_once(model, monkeypatch):
     blocks = pages.num_blocks
     # A prompt has room for its first piece beside another, not for the rest.
     lengths = [blocks // 2 * 32 + 60 + number for number in range(3)]
-    found = serve(model, scheme, prompts(*lengths), 60, max_blocks_per_request=64, **given)
-    assert [len(tokens) for tokens in found] == [60] * 3
+    found = serve(model, scheme, prompts(*lengths), 40, max_blocks_per_request=64, **given)
+    assert [len(tokens) for tokens in found] == [40] * 3
     assert again
 
 
@@ -225,12 +225,12 @@ def test_several_sequences_of_a_request(model, slots):
     # What is drawn is what is likeliest.
     sure.lm_head.weight.data *= 1000
     # The last token of the prompt is each fork's own; of what is computed anew it comes with the others.
-    forked, whole = (by_generate(sure, ids, scheme, 30, chunk)[0] for chunk in (len(ids) - 1, None))
+    forked, whole = (by_generate(sure, ids, scheme, 16, chunk)[0] for chunk in (len(ids) - 1, None))
     assert forked != whole
     with serving.enable(sure, scheme):
         out = sure.generate_batch(
             inputs=[ids], progress_bar=False,
-            generation_config=generation(do_sample=True, num_return_sequences=3, max_new_tokens=30),
+            generation_config=generation(do_sample=True, num_return_sequences=3, max_new_tokens=16),
             continuous_batching_config=settings(max_requests_per_batch=slots, num_blocks=24),
         )  # fmt: skip
     found = [each.generated_tokens for each in out.values()]
