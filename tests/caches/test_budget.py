@@ -673,7 +673,7 @@ def bits(cache):
 
 
 @pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_histories(seed, monkeypatch, tmp_path):
     History(seed, monkeypatch, tmp_path).run(14)
 

@@ -62,7 +62,7 @@ on_everything = pytest.mark.parametrize("scheme", EVERYTHING.values(), ids=EVERY
 on_every_preset = pytest.mark.parametrize("name", distinct())
 
 LAYOUTS = [name for name in by_layout() if name not in ALIKE]
-IN_KERNELS = ("arkv", "kitty-pro", "kvarn-k4v2", "mixkvq-fractions")
+IN_KERNELS = ("arkv", "kvarn-k4v2", "mixkvq-fractions")
 
 # A preset of each scheme, with corners of windows, and over budget; in one, values are several pages behind keys.
 OF_FAMILIES = {"kitty-wide": small("kitty", page_size=8, local_length=37)} | {
@@ -72,9 +72,7 @@ OF_FAMILIES = {"kitty-wide": small("kitty", page_size=8, local_length=37)} | {
             "arkv",
             "full",
             "kitty-odd",
-            "kivi-k4v2",
             "kvarn",
-            "latent-4",
             "mixkvq-total",
             "saw-int4-odd",
             "triaxial-odd",
@@ -95,9 +93,7 @@ def on_every_third(cases, first):
 
 
 def in_turn(scheme, ways):
-    """All ways for a case of families, and of the others one each."""
-    if scheme in OF_FAMILIES.values():
-        return ways
+    """One way for each case."""
     at = list(EVERYTHING.values()).index(scheme) % len(ways)
     return ways[at : at + 1]
 

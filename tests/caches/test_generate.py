@@ -134,7 +134,7 @@ LIKE_LLAMA = ("qwen3", "qwen3-moe", "qwen2", "mistral", "phi3", "glm4")
             pytest.param(
                 family,
                 "turns" if family in ("deepseek-v3", "doge") else "padding",
-                marks=[pytest.mark.slow] * (family in LIKE_LLAMA[2:]),
+                marks=[pytest.mark.slow] * (family in LIKE_LLAMA),
             )
             for family in FAMILIES
         ),

@@ -285,7 +285,7 @@ def test_launches_that_are_ready_go_with_their_buffer():
     assert after is not before
     assert not after.memo
     held = [x.clone() for x in (before.counters, *before.windows, *before.flat_runs())]
-    for _ in range(3):
+    for _ in range(2):
         take(1)
     assert {key[0] for key in after.memo} == {key[0] for key in kept}
     for x, was in zip((before.counters, *before.windows, *before.flat_runs()), held, strict=True):

@@ -176,7 +176,14 @@ BY_THE_PAGE = (
 ALIKE = (
     *("tiles-2c-share-3", "tiles-2c-raised-16", "tiles-2cn-raised-4-16", "tiles-2c-groups", "tiles-4t", "tiles-4c"),
     *("tiles-8t-dim-96", "tiles-16", "tiles-q16-r4", "tiles-q3-r7", "q16-r16", "dim-256", "dim-96", "4t-4t"),
-    *("tiles-2c-groups-dim-96", "tiles-q5-r4", "tiles-4t-dim-80", "tiles-page-256", "tiles-2t-dim-256"),
+    *(
+        "tiles-trellis",
+        "tiles-2c-groups-dim-96",
+        "tiles-q5-r4",
+        "tiles-4t-dim-80",
+        "tiles-page-256",
+        "tiles-2t-dim-256",
+    ),
 )
 
 

@@ -100,7 +100,9 @@ def compare(a: StepState, b: StepState, plan: StepPlan):
 
 
 # Under the interpreter without those that differ from another in the time when sums begin, or in one side's unit.
-@pytest.mark.interpreted(*(name for name in PLANS if name not in ("all queries", "values by the token")))
+@pytest.mark.interpreted(
+    *(name for name in PLANS if name not in ("all queries", "values by the token", "two runs, fp8"))
+)
 @pytest.mark.parametrize("name", PLANS)
 def test_kernels_equal_the_reference(name, triton_backend):
     """The reference runs on the CPU, the kernels wherever the backend has them."""

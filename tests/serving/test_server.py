@@ -70,7 +70,7 @@ def client(server):
 
 def ask(client, stream=False, messages=QUESTION):
     return client.chat.completions.create(
-        model="reference", messages=messages, max_tokens=24, temperature=0.0, stream=stream
+        model="reference", messages=messages, max_tokens=12, temperature=0.0, stream=stream
     )
 
 
