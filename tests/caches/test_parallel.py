@@ -43,7 +43,7 @@ def test_tensor_parallel(gpu, tmp_path):
     ids = torch.arange(60).view(2, 30).to(alone.device)
     for name in ("full", "kitty", "saw-int4", "mixkvq", "arkv"):
         knobs = {"budget_tokens": 40} if name == "arkv" else {}
-        expected = _generate(alone, MixedKVCache(alone.config, small(name, **knobs)), ids, max_new_tokens=40)
+        expected = _generate(alone, MixedKVCache(alone, small(name, **knobs)), ids, max_new_tokens=40)
         for length in (None, 120):
             assert found[f"{name} {length} heads"] == 1
             # A fixed capacity is compiled here.
@@ -63,7 +63,7 @@ def test_layers_on_two_gpus(name):
     # What `build` returns is everybody's.
     alone = copy.deepcopy(build("llama")).cuda(0)
     ids = prompt(2, 30).cuda(0)
-    expected = _generate(alone, MixedKVCache(alone.config, small(name, **knobs)), ids, max_new_tokens=40)
+    expected = _generate(alone, MixedKVCache(alone, small(name, **knobs)), ids, max_new_tokens=40)
     last = alone.config.num_hidden_layers - 1
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
     places |= {f"model.layers.{i}": int(i == last) for i in range(last + 1)}

@@ -80,6 +80,7 @@ class Engine:
         self.told = importlib.import_module("vllm.v1.attention.backend").CommonAttentionMetadata
         self.device, self.dtype = (CPU, torch.float32) if self.told is SimpleNamespace else (GPU, torch.bfloat16)
         config = config_of(self.dtype, **text)
+        config.model_config.get_num_attention_heads = lambda parallel: query_heads
         monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
         self.heads, self.query_heads, self.dim = heads, query_heads, dim
         self.impl = backend.Attention(query_heads, dim, dim**-0.5, heads)
