@@ -73,6 +73,13 @@ def engine(model: str, scheme: str | None, sizes: list[int] | None = None, compi
     return vllm.LLM(model=model, **given | cache | more)
 
 
+def write_model(model: str, layers: int | None, folder: str) -> None:
+    """Writes the config of a model of random weights into a folder."""
+    config = get_config(model, layers)
+    config.architectures = config.architectures or [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.save_pretrained(folder)
+
+
 def header(kind: str, **more: Any) -> Row:
     """What each record begins with: device, versions, commit, date."""
     from vllm.platforms import current_platform
@@ -200,9 +207,7 @@ def main() -> None:
     sizes = None if users or prefixes else sorted({1, 2, 4, 8, *(rows for rows, _, _ in cases)})
     more: Row = {"attention_backend": asked.backend} if asked.backend else {}
     with tempfile.TemporaryDirectory() as folder:
-        config = get_config(asked.model, asked.layers)
-        config.architectures = config.architectures or [type(config).__name__.replace("Config", "ForCausalLM")]
-        config.save_pretrained(folder)
+        write_model(asked.model, asked.layers, folder)
         llm = engine(
             folder, asked.scheme, sizes, asked.compiled, kv_cache_dtype=asked.kv, load_format="dummy",
             skip_tokenizer_init=True, max_model_len=asked.max_model_len, enable_prefix_caching=bool(prefixes),
