@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results"
 SMOLLM2, QWEN = "real-smollm2-h100.json", "real-qwen2.5-coder-1.5b-h100.json"
 STEPS = "vllm-backend-qwen3-8b-h100.json"
+IN_VLLM = "vllm-plugin-qwen3-8b-h100.json"
 SIZES = ((1, 1024), (16, 8192))
 """Rows and tokens of the steps in the ladder."""
 USES = {
@@ -84,9 +85,9 @@ def ladder() -> list[str]:
 
 def step_times(engine: str) -> str:
     """Milliseconds of a step at both sizes; those of hfkvq within vLLM where `generate` was not timed."""
-    rows = read(STEPS)["rows"]
-    for name, words in ((engine, ""), (f"vllm + hfkvq {engine}", ", in vLLM")):
-        found = {(row["batch"], row["context"]): row["step_ms"] for row in rows if row["engine"] == name}
+    for file, field, words in ((STEPS, "engine", ""), (IN_VLLM, "scheme", ", in vLLM")):
+        rows = [row for row in read(file)["rows"] if row["kind"] == "whole" and row[field] == engine]
+        found = {(row["batch"], row["context"]): row["step_ms"] for row in rows}
         if found:
             return " / ".join(f"{found[size]:.1f}" for size in SIZES) + words
     return NOTHING
