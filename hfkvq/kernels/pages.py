@@ -24,6 +24,9 @@ RAISED_STEP = 8
 TRELLIS_MOST = 512
 """Channels of a head in trellis codes, at most: sums of products stay within 31 bits."""
 
+WALK = 2
+"""Bits of a walk of what another one leaves of a raised channel."""
+
 SPARE = 80
 """Tokens that a layer with a window holds beyond it: sixteen of a step, and those that may be taken back."""
 
@@ -52,16 +55,18 @@ class PageFormat:
     codes, 16     model dtype (P, H, G, D)                 model dtype (P, H, G, D)
     scale, zero   f16 (P, H, G/g, D) per channel           f16 (P, H, D/g, G) per token (both sides)
     norm          f16 (P, H, G) per channel                f16 (P, H, D) per token (both sides)
+    codes, walks  i16 (P, H, G/8, D*bits/2)                i16 (P, H, D/8, G*bits/2)
     high          i16 (P, H, G/8, n4)                      never
     high_index    u8 (P, H, n4), i16 if D > 256             never
     full          model dtype (P, H, G, n16)               never
     full_index    u8 (P, H, n16), i16 if D > 256            never
     ============  =======================================  =====================================================
 
-    8-bit pages have a scale and no zero, as have pages of trellis codes, whose words are those of
+    8-bit pages have a scale and no zero, as have values in trellis codes, whose words ("walks") are those of
     `hfkvq.kernels.trellis`; 16-bit pages have neither. A channel raised to 4 bits keeps the lower two bits
     of its code in ``codes`` and the upper two in ``high``, where a word holds eight tokens of one channel: field f of
-    row t is token ``f*G/8 + t`` of the page. A channel raised to 16 bits has scale, zero and
+    row t is token ``f*G/8 + t`` of the page. In trellis codes ``high`` holds walks, see `walks`. A channel raised to 16
+    bits has scale, zero and
     code 0 in the plane and its values in ``full``. ``high_index[r]`` and ``full_index[r]`` name the channel of rank r;
     unused ranks hold zeros, which add nothing. The dense keys of a page are therefore::
 
@@ -72,16 +77,19 @@ class PageFormat:
         x.scatter_add(channel, full_index, full)
 
     Attributes:
-        bits: width of a code: 2 or 4 (integer), 8 (fp8 e4m3) or 16 (the model's own dtype, unquantized).
+        bits: width of a code: 2 or 4 (integer), 1 or 2 (trellis codes), 8 (fp8 e4m3) or 16 (the model's own dtype,
+            unquantized).
         axis: the axis that keeps its own scale: "channel" (KIVI keys) or "token".
         group_size: g, elements along the other axis that share a scale.
         page_size: G, tokens in a page.
         raised: ((width, count), ...): room for that many channels of greater width per page and head. Widths 4 (only
-            over 2-bit pages) and 16; counts are rounded up to a multiple of eight. Keys, per channel, only.
+            over 2-bit pages) and 16; counts are rounded up to a multiple of eight. Trellis codes have widths of two and
+            four bits more than the others, and multiples of eight. Keys, per channel, only.
         normed: whether a page also holds a factor along the other axis, one of each token (per channel) or channel (per
             token): ``x̂ = (code * scale + zero) * norm``. Integer widths only; a page is then sealed as a whole.
-        trellis: whether codes are walks through a trellis, see `hfkvq.kernels.trellis`: ``x̂ = number * scale``. 2 bits
-            and values only, a scale per token; a page is then sealed as a whole.
+        trellis: whether codes are walks through a trellis, see `hfkvq.kernels.trellis`: ``x̂ = number * scale``, plus
+            a zero of each channel of keys. Scales are of whole tokens (values) or whole channels of a page (keys), and
+            pages are sealed as a whole.
         fit: how scale and zero are chosen when tokens are sealed: 0 takes the range of each group, 2, 3 or 4 what loses
             least by the sum of |error| to this power (see `hfkvq.kernels.groups`). Integer widths only. What is stored,
             and how it is read, is the same.
@@ -98,8 +106,8 @@ class PageFormat:
 
     def __post_init__(self) -> None:
         """Checks the relations that the layout really requires."""
-        if self.bits not in (2, 4, 8, 16):
-            raise ValueError(f"bits: got {self.bits}, allowed 2, 4, 8 (fp8) or 16 (unquantized).")
+        if self.bits not in (2, 4, 8, 16) and not (self.trellis and self.bits == 1):
+            raise ValueError(f"bits: got {self.bits}, allowed 2, 4, 8 (fp8) or 16 (unquantized); 1 in trellis codes.")
         if self.axis not in ("channel", "token"):
             raise ValueError(f"axis: got {self.axis!r}, allowed 'channel' or 'token'.")
         if self.page_size < 8 or self.page_size % 8:
@@ -115,11 +123,14 @@ class PageFormat:
             )
         if self.normed and self.bits >= 8:
             raise ValueError(f"normed: got pages of {self.bits} bits, allowed with 2 and 4 bits only.")
-        if self.trellis and (self.bits != 2 or self.axis != "token" or self.normed or self.fit):
+        if self.trellis and (self.bits > 2 or self.normed or self.fit):
             raise ValueError(
-                f"trellis: got pages of {self.bits} bits per {self.axis}, normed={self.normed} and fit={self.fit}, "
-                "allowed with 2 bits per token, neither normed nor fitted."
+                f"trellis: got pages of {self.bits} bits, normed={self.normed} and fit={self.fit}, "
+                "allowed with 1 or 2 bits, neither normed nor fitted."
             )
+        if self.trellis and self.axis == "channel":
+            self._check_walks()
+            return
         if self.fit not in POWERS or (self.fit and (self.bits >= 8 or self.group_size > MOST)):
             raise ValueError(
                 f"fit: got {self.fit} for {self.bits} bits and groups of {self.group_size}, allowed "
@@ -133,6 +144,22 @@ class PageFormat:
                     f"raised: got {count} channels of width {width}, allowed one or more of width 4 (over 2-bit) or 16."
                 )
 
+    def _check_walks(self) -> None:
+        if self.bits != 1:
+            raise ValueError(f"trellis: got keys of {self.bits} bits, allowed 1; raise channels to 3 and 5.")
+        if self.group_size != self.page_size or self.page_size > TRELLIS_MOST:
+            raise ValueError(
+                f"trellis: got a scale for {self.group_size} of a page's {self.page_size} tokens, allowed one of each "
+                f"channel and page of up to {TRELLIS_MOST} tokens."
+            )
+        allowed = 1 + WALK, 1 + 2 * WALK
+        for width, count in self.raised:
+            if width not in allowed or count < 1 or count % RAISED_STEP:
+                raise ValueError(
+                    f"raised: got {count} channels of width {width} over trellis codes, allowed "
+                    f"multiples of {RAISED_STEP} of widths {allowed[0]} and {allowed[1]}."
+                )
+
     def check_head_dim(self, head_dim: int) -> None:
         """Raises ValueError if a head of ``head_dim`` channels cannot be stored in this format."""
         if self.axis == "token" and self.bits < 16 and head_dim % self.group_size:
@@ -140,7 +167,9 @@ class PageFormat:
                 f"group_size: got {self.group_size}, which does not divide head_dim {head_dim}; "
                 "per-token groups lie within one head, so choose a divisor of head_dim."
             )
-        if self.trellis and (head_dim % 8 or head_dim != self.group_size or head_dim > TRELLIS_MOST):
+        if self.trellis and self.axis == "channel" and head_dim % 8:
+            raise ValueError(f"trellis: got head_dim {head_dim}, allowed multiples of 8.")
+        if self.trellis and self.axis == "token" and (head_dim % 8 or head_dim != self.group_size or head_dim > TRELLIS_MOST):
             raise ValueError(
                 f"trellis: got head_dim {head_dim} and a scale for {self.group_size} channels, allowed multiples of 8 "
                 f"up to {TRELLIS_MOST} and a scale per token."
@@ -188,6 +217,19 @@ class PageFormat:
         """Channels a page stores at ``width``: the count rounded up to a multiple of eight."""
         return -(-self.raised_count(width) // RAISED_STEP) * RAISED_STEP
 
+    @cached_property
+    def walks(self) -> tuple[int, int]:
+        """Channels of trellis codes whose rest is walked again, and those of them whose rest is walked once more.
+
+        Those are the first ranks. ``high`` holds their walks, i16 (P, H, G/8, n), where those of the first walk are
+        lanes like those of a page of so many channels, and those of the second one stand behind them. ``high_index``
+        names the channels.
+        """
+        if not self.trellis:
+            return 0, 0
+        twice = self.raised_count(self.bits + 2 * WALK)
+        return self.raised_count(self.bits + WALK) + twice, twice
+
     @staticmethod
     def index_dtype(head_dim: int) -> torch.dtype:
         """Dtype of indices of channels: u8 while it holds them, i16 for more than 256."""
@@ -199,11 +241,11 @@ class PageFormat:
         names = ["codes"]
         if self.bits < 16:
             names.append("scale")
-        if self.bits < 8 and not self.trellis:
+        if self.bits < 8 and not (self.trellis and self.axis == "token"):
             names.append("zero")
         if self.normed:
             names.append("norm")
-        if self.raised_count(4):
+        if self.raised_count(4) or self.walks[0]:
             names += ["high", "high_index"]
         if self.raised_count(16):
             names += ["full", "full_index"]
@@ -216,6 +258,9 @@ class PageFormat:
             shapes: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {"codes": ((heads, page, head_dim), None)}
         elif self.bits == 8:
             shapes = {"codes": ((heads, page, head_dim), torch.float8_e4m3fn)}
+        elif self.trellis:
+            along, lanes = (page, head_dim) if side == "keys" else (head_dim, page)
+            shapes = {"codes": ((heads, along // 8, lanes * self.bits // 2), torch.int16)}
         else:
             shapes = {"codes": ((heads, page, words) if side == "keys" else (heads, words, page), torch.int16)}
         if self.axis == "channel":
@@ -223,12 +268,13 @@ class PageFormat:
         else:
             scale = (heads, head_dim // self.group_size, page) if self.bits < 16 else (heads, 1, page)
         room4, room16, index = self.raised_room(4), self.raised_room(16), self.index_dtype(head_dim)
+        walked, ranks = (sum(self.walks), self.walks[0]) if self.trellis else (room4, room4)
         shapes |= {
             "scale": (scale, torch.float16),
             "zero": (scale, torch.float16),
             "norm": ((heads, page if self.axis == "channel" else head_dim), torch.float16),
-            "high": ((heads, page // 8, room4), torch.int16),
-            "high_index": ((heads, room4), index),
+            "high": ((heads, page // 8, walked), torch.int16),
+            "high_index": ((heads, ranks), index),
             "full": ((heads, page, room16), None),
             "full_index": ((heads, room16), index),
         }
@@ -296,8 +342,8 @@ class StoreFormat:
                     f"page_size: keys have {keys.page_size} and values {values.page_size}; a run shares one page "
                     "table, so use the same."
                 )
-            if keys.trellis:
-                raise ValueError("keys: trellis codes are of values only.")
+            if keys.trellis and keys.axis == "token":
+                raise ValueError("keys: trellis codes of keys have a scale per channel; use axis='channel'.")
             if values.raised or (values.axis == "channel" and values.bits < 16):
                 raise ValueError("values: only per-token formats without raised channels are supported.")
         if self.latent and (len(self.runs) > 1 or any(fmt.whole for pair in self.runs for fmt in pair)):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .dispatch import call, define
 from .groups import F16_MAX, Groups
-from .pages import PageFormat, Side
-from .trellis import decode, encode
+from .pages import WALK, PageFormat, Side
+from .trellis import RATIOS, centre, decode, encode, encode_with, own_scale
 
 FP8_MAX = 448.0
 
@@ -106,9 +106,11 @@ def quantize_pages(
         out["norm"] = norm
         # Multiplied by what is rounded once, as kernels do.
         x = x * (1.0 / norm.float()).unsqueeze(-1 if fmt.axis == "channel" else -2)
-    if fmt.trellis:
-        out["codes"], out["scale"] = encode(x)
+    if fmt.trellis and side == "values":
+        out["codes"], out["scale"] = encode(x, fmt.bits)
         return [out[name] for name in fmt.names]
+    if fmt.trellis:
+        return _walk_keys(x, fmt, widths)
     if fmt.axis == "token":
         code, scale, zero = _affine(x.unflatten(-1, (-1, fmt.group_size)), float(2**fmt.bits - 1), -1, fmt.fit)
         code = code.flatten(-2)
@@ -145,6 +147,46 @@ def quantize_pages(
     return [out[name] for name in fmt.names]
 
 
+def _walk_keys(x: Tensor, fmt: PageFormat, widths: Tensor | None) -> list[Tensor]:
+    """Pages of keys in trellis codes; without ``widths`` the lowest channels are those raised."""
+    rest, zero = centre(x.transpose(2, 3))
+    scale = own_scale(rest, fmt.bits)
+    made = [scale.squeeze(3).unsqueeze(2), zero.squeeze(3).unsqueeze(2)]
+    scale = scale.float()
+    codes = encode_with(rest, scale, fmt.bits)
+    again, _ = fmt.walks
+    if not again:
+        return [codes, *made]
+    order = torch.zeros_like(scale[..., 0]) if widths is None else widths
+    index = order.argsort(dim=-1, descending=True, stable=True)[..., :again]
+    rest, base = rest - decode(codes, fmt.bits) * scale, scale
+    chosen = index[..., None]
+    rest, base = rest.gather(2, chosen.expand(-1, -1, -1, rest.shape[3])), base.gather(2, chosen)
+    high = []
+    for count, ratio in zip(fmt.walks, RATIOS, strict=True):
+        if count:
+            rest, scale = rest[:, :, :count], base[:, :, :count] * ratio
+            high.append(encode_with(rest, scale, WALK))
+            rest = rest - decode(high[-1], WALK) * scale
+    return [codes, *made, torch.cat(high, 3), index.to(fmt.index_dtype(x.shape[-1]))]
+
+
+def _walked_keys(named: dict[str, Tensor], fmt: PageFormat) -> Tensor:
+    scale = named["scale"].float().transpose(2, 3)
+    x = decode(named["codes"], fmt.bits) * scale
+    x = x + named["zero"].float().transpose(2, 3)
+    if "high" in named:
+        # The clamp keeps what a reserved page holds, anything, from indexing past the head.
+        index, at = named["high_index"].long().clamp(max=x.shape[2] - 1)[..., None], 0
+        for count, ratio in zip(fmt.walks, RATIOS, strict=True):
+            if count:
+                own = index[:, :, :count]
+                found = decode(named["high"][..., at : at + count], WALK) * (scale.gather(2, own) * ratio)
+                x.scatter_add_(2, own.expand_as(found), found)
+                at += count
+    return x.transpose(2, 3)
+
+
 @define("dequantize_pages")
 def _dequantize_pages(parts: Sequence[Tensor], fmt: str, side: str, head_dim: int) -> Tensor:
     form = PageFormat.parse(fmt)
@@ -158,7 +200,9 @@ def _dequantize_pages(parts: Sequence[Tensor], fmt: str, side: str, head_dim: in
         scale = named["scale"].float().transpose(-1, -2)[..., None]
         return (codes.float().unflatten(-1, (-1, form.group_size)) * scale).flatten(-2)
     if form.trellis:
-        return decode(codes) * named["scale"].float().transpose(-1, -2)
+        if side == "values":
+            return decode(codes, form.bits) * named["scale"].float().transpose(-1, -2)
+        return _walked_keys(named, form)
     if side == "values":
         codes = codes.transpose(-1, -2)
     x = unpack_words(codes, form.bits, head_dim).float()

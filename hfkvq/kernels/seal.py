@@ -14,6 +14,7 @@ from .groups import F16_MAX, Groups
 from .norms import BALANCE, Balance, page_norms
 from .pages import PageFormat, Side
 from .quantize import quantize_pages
+from .trellis import centre, own_scale
 
 RULES = ("k_abs", "range", "error", "random")
 """Rules by which sealing itself can choose the raised channels; `range_rule` and `random_rule` have parameters."""
@@ -107,7 +108,11 @@ def channel_widths(
     if name == "range":
         return _widths_of_ranges(keys, fmt, q_abs, rule)
     x, head_dim = keys.float(), keys.shape[-1]
-    if name == "error":
+    if name == "error" and fmt.trellis:
+        # What a walk loses of a channel follows from its scale.
+        score = own_scale(centre(x.transpose(-2, -1).flatten(1, 2))[0], fmt.bits).float().square()
+        score = score.unflatten(1, keys.shape[1:3]).squeeze(-1)
+    elif name == "error":
         groups = Groups(x.unflatten(-2, (-1, fmt.group_size)), float(2**fmt.bits - 1), -2)
         score = _halving_sum(groups.squares(*groups.scales(fmt.fit)).squeeze(-2))
     elif name == "random":

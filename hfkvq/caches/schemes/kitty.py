@@ -103,8 +103,8 @@ class Kitty(Scheme):
     key_local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
     group_size: int | None = knob(None, low=8, high=1024)
-    key_bits: int = knob(2, choices=(2, 4))
-    value_bits: int = knob(2, choices=(2, 4))
+    key_bits: int = knob(2, choices=(1, 2, 4))
+    value_bits: int = knob(2, choices=(1, 2, 4))
     value_unit: int | None = knob(None, low=1, high=1024)
     wide_from: float = knob(0.0, low=0.0, high=1.0)
     wide_to: float = knob(0.0, low=0.0, high=1.0)
@@ -114,6 +114,10 @@ class Kitty(Scheme):
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
     trellis_values: bool = knob(False, choices=(False, True))
+    trellis_keys: bool = knob(False, choices=(False, True))
+    twice_ratio: float = knob(0.0, low=0.0, high=1.0)
+    narrow_from: float = knob(0.0, low=0.0, high=1.0)
+    narrow_to: float = knob(0.0, low=0.0, high=1.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,7 +131,7 @@ class Kitty(Scheme):
     @property
     def needs(self) -> frozenset[str]:
         """Queries, if they take part in the score."""
-        return frozenset({"query"}) if self.score in _BY_QUERIES and self.key_bits == 2 else frozenset()
+        return frozenset({"query"}) if self.score in _BY_QUERIES and self.key_bits < 4 else frozenset()
 
     def boosted(self, head_dim: int) -> int:
         """Channels raised to 4 bits in a page of heads of ``head_dim``: n_b, 16 of 128 for Kitty."""
@@ -137,7 +141,9 @@ class Kitty(Scheme):
         """Scheme with values or keys of 4 bits, if the layer's middle is between the shares of depth that have them."""
         place = (layer + 0.5) / layers
         values = 4 if self.wide_from <= place < self.wide_to else self.value_bits
-        own = replace(self, value_bits=values, wide_from=0.0, wide_to=0.0, wide_keys_from=0.0, wide_keys_to=0.0)
+        if values == 2 and self.narrow_from <= place < self.narrow_to:
+            values = 1
+        own = replace(self, value_bits=values, narrow_from=0.0, narrow_to=0.0, wide_from=0.0, wide_to=0.0, wide_keys_from=0.0, wide_keys_to=0.0)
         return replace(own, key_bits=4) if self.wide_keys_from <= place < self.wide_keys_to else own
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
@@ -145,11 +151,16 @@ class Kitty(Scheme):
         page, count = self.page_size, self.boosted(key_dim)
         if self.key_bits == 4:
             keys = PageFormat(4, "channel", page, page)
+        elif self.trellis_keys:
+            b = self.key_bits
+            n2, n1 = (int(r * key_dim / 8 + 0.5) * 8 for r in (self.twice_ratio, self.boost_ratio))
+            raised = tuple((w, c) for w, c in ((b + 2, n1 - n2), (b + 4, n2)) if c)
+            keys = PageFormat(b, "channel", page, page, raised, trellis=True)
         else:
             group = page if self.group_size is None else self.group_size
             raised = ((4, count),) if count else ()
             keys = PageFormat(2, "channel", group, page, raised, fit=self.fit)
-        trellis = self.trellis_values and self.value_bits == 2
+        trellis = self.trellis_values and self.value_bits <= 2
         values = PageFormat(self.value_bits, "token", value_dim, page, fit=self.fit_values, trellis=trellis)
         block = rotation_block(value_dim) if self.rotate_values else 0
         unit = page if self.value_unit is None else self.value_unit

@@ -141,7 +141,7 @@ def payload_bits(state: StoreState) -> PayloadBits:
             sizes[side] += size
             room[side] += size * _width(fmt, dim, own)
             used[side] += size * _width(fmt, dim, own)
-            if fmt.raised and size:
+            if fmt.raised and size and not fmt.trellis:
                 used[side] -= _unused(fmt, view, counts) * fmt.page_size
     if not sum(sizes.values()):
         for side, fmt in zip(SIDES, state.format.runs[-1], strict=True):

@@ -5,16 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..trellis import ADDEND, FLIP, MASK, MULTIPLIER
+from ..trellis import ADDEND, FLIP, MASK, MULTIPLIER, SECOND_ADDEND, SECOND_MULTIPLIER
 from .tiles import INTERPRETED
 
 MUL, ADD, AND, XOR = tl.constexpr(MULTIPLIER), tl.constexpr(ADDEND), tl.constexpr(MASK), tl.constexpr(FLIP)
+MUL_2, ADD_2 = tl.constexpr(SECOND_MULTIPLIER), tl.constexpr(SECOND_ADDEND)
 
 
 @triton.jit
-def numbers_of(b_state):
-    """Both numbers (f16) of states, i32 or u32."""
-    b_y = ((b_state.to(tl.uint32) * MUL + ADD) & AND) ^ XOR
+def numbers_of(b_state, SECOND: tl.constexpr = False):
+    """Both numbers (f16) of the first or the second product of states, i32 or u32."""
+    if SECOND:
+        b_y = b_state.to(tl.uint32) * MUL_2 + ADD_2
+    else:
+        b_y = b_state.to(tl.uint32) * MUL + ADD
+    b_y = (b_y & AND) ^ XOR
     b_first = (b_y & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     return b_first, (b_y >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
 
@@ -27,22 +32,30 @@ def joined(b_low, b_high):
 
 
 @triton.constexpr_function
-def steps_asm():
-    """Instructions that make eight registers of a word ($8) and the other half's word ($9): two f16 each."""
-    lines = ["{", ".reg .b32 r, t;", "shf.r.wrap.b32 r, $8, $9, 4;"]
+def steps_asm(bits):
+    """Instructions that make registers of a word and the other half's word (the last operands): two f16 each.
+
+    Eight of the first product, then of 1-bit codes eight of the second one.
+    """
+    products = ((MULTIPLIER, ADDEND), (SECOND_MULTIPLIER, SECOND_ADDEND))[: 2 // bits]
+    own, other = 8 * len(products), 8 * len(products) + 1
+    lines = ["{", ".reg .b32 r, s, t;", f"shf.r.wrap.b32 r, ${own}, ${other}, 4;"]
     for step in range(8):
-        source, byte = ("r", 3 - step // 2) if step % 2 == 0 else ("$8", 3 - step // 2)
-        lines.append(f"prmt.b32 t, {source}, 0, 0x444{byte};")
-        lines.append(f"mad.lo.u32 t, t, {MULTIPLIER}, {ADDEND};")
-        lines.append(f"lop3.b32 ${step}, t, {MASK}, {FLIP}, 0x6a;")
+        source, byte = ("r", 3 - step // 2) if step % 2 == 0 else (f"${own}", 3 - step // 2)
+        lines.append(f"prmt.b32 s, {source}, 0, 0x444{byte};")
+        for i, (multiplier, addend) in enumerate(products):
+            lines.append(f"mad.lo.u32 t, s, {multiplier}, {addend};")
+            lines.append(f"lop3.b32 ${8 * i + step}, t, {MASK}, {FLIP}, 0x6a;")
     return "\n".join([*lines, "}"])
 
 
 @triton.jit
-def trellis_fields(b_w, b_other, IN_PAIRS: tl.constexpr):
-    """Eight tiles f16 [A, n] of codes i16 [A, n] of one half of a page and those of the other half.
+def trellis_fields(b_w, b_other, BITS: tl.constexpr, IN_PAIRS: tl.constexpr):
+    """Tiles f16 [A, n] of codes i16 [A, n] of one half of all lanes and those of the other half: numbers 0 to 7.
 
-    IN_PAIRS: lanes hold neighbouring tokens in one register, as where a warp loads rows of aligned tokens, or has them
+    Of 1-bit codes these are of the half's first quarter, and eight more of its second one.
+
+    IN_PAIRS: threads hold neighbouring lanes in one register, as where a warp loads rows of aligned lanes, or has them
     as an operand of a product.
     """
     if INTERPRETED or not IN_PAIRS:
@@ -52,31 +65,55 @@ def trellis_fields(b_w, b_other, IN_PAIRS: tl.constexpr):
         b_word = joined(b_low, b_high)
         b_shifted = (b_word >> 4) | (joined(b_before, b_before) << 28)
         b_fields = ()
-        for step in tl.static_range(8):
-            b_first, b_second = numbers_of(((b_shifted if step % 2 == 0 else b_word) >> (24 - 8 * (step // 2))) & 255)
+        for i in tl.static_range(16 // BITS):
+            step: tl.constexpr = i % 8
+            b_state = ((b_shifted if step % 2 == 0 else b_word) >> (24 - 8 * (step // 2))) & 255
+            b_first, b_second = numbers_of(b_state, i >= 8)
             b_fields = b_fields + (tl.reshape(tl.join(b_first, b_second), b_w.shape),)
         return b_fields
-    else:
+    elif BITS == 2:
         return tl.inline_asm_elementwise(
-            asm=steps_asm(),
+            asm=steps_asm(2),
             constraints="=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
             args=[b_w, b_other],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
             pack=2,
         )
+    else:
+        return tl.inline_asm_elementwise(
+            asm=steps_asm(1),
+            constraints="=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+            args=[b_w, b_other],
+            dtype=(
+                tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16,
+                tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16,
+            ),
+            is_pure=True,
+            pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
-def load_numbers(p_codes, o_t, o_e, o_f, m_x, G: tl.constexpr):
-    """Numbers f32 of tokens ``o_t`` and channels ``o_f * E + o_e`` of a head's part of a page, any where not ``m_x``.
+def load_numbers(p_codes, o_l, o_e, o_f, m_x, L: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr):
+    """Numbers f32 of lanes ``o_l`` of L and places ``o_f * E + o_e`` along them, any where not ``m_x``.
 
-    Shapes are such that they broadcast.
+    ``p_codes``: a head's part of a page's codes, or where some lanes' begin, in rows of ROW words. Shapes are such that
+    they broadcast.
     """
-    p_x = p_codes + o_e * G + o_t // 2 * 2
-    p_other = p_codes + o_e * G + (o_t // 2 * 2 + G // 2) % G
+    BLOCK: tl.constexpr = L * BITS // 4
+    o_block = o_l // BLOCK
+    # Quarters of a half, and the half.
+    o_quarter, o_half = o_block % (2 // BITS), o_block // (2 // BITS)
+    p_x = p_codes + o_e * ROW + o_l % BLOCK // 2 * 2
+    p_other = p_x + (1 - o_half) * BLOCK
+    p_x += o_half * BLOCK
     b_word = joined(tl.load(p_x, mask=m_x, other=0), tl.load(p_x + 1, mask=m_x, other=0)).to(tl.int32, bitcast=True)
     b_before = tl.load(p_other, mask=m_x, other=0).to(tl.int32)
     b_state = tl.where(o_f == 0, (b_before & 15) << 4 | (b_word >> 28 & 15), (b_word >> (28 - 4 * o_f)) & 255)
     b_first, b_second = numbers_of(b_state)
-    return tl.where(o_t % 2 == 0, b_first, b_second).to(tl.float32)
+    b_x = tl.where(o_l % 2 == 0, b_first, b_second)
+    if BITS == 1:
+        b_first, b_second = numbers_of(b_state, True)
+        b_x = tl.where(o_quarter == 0, b_x, tl.where(o_l % 2 == 0, b_first, b_second))
+    return b_x.to(tl.float32)

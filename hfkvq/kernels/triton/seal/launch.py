@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from ..compile import Wanted
 from ..launch import Launch
 from .channel import channel_constants, ranks_in_kernel, seal_channel_kernel
 from .token import seal_token_kernel, seal_unpacked_kernel, token_constants, unpacked_constants
-from .trellis import seal_trellis_kernel, trellis_constants
+from .trellis import (
+    Chain, measure_constants, measure_keys_kernel, ranks_walks, seal_trellis_kernel, walk_constants,
+)
 
 
 def seal_triton(
@@ -47,7 +49,7 @@ def seal_triton(
     if not tokens or not batch:
         return None
     rule = choose if form.raised else ""
-    if rule and not ranks_in_kernel(form, head_dim):
+    if rule and not _ranks(form, head_dim, rule):
         chosen = index.clamp(0, source.shape[2] - 1).long()[:, None, :, None]
         pages = source.gather(2, chosen.expand(-1, heads, -1, head_dim)).unflatten(2, (-1, form.page_size))
         place = count[:, None] // form.page_size + torch.arange(pages.shape[2], device=count.device)
@@ -80,7 +82,7 @@ def seal_wanted(
     form, _, odd = _facts(fmt.spec)
     if odd:
         return
-    if rule and not ranks_in_kernel(form, shape[2]):
+    if rule and not _ranks(form, shape[2], rule):
         rule = None
     weighed = weighed and bool(rule)
     given = (bool(form.raised) and not rule, weighed, torch.float16 if form.normed else None)
@@ -90,7 +92,13 @@ def seal_wanted(
         kinds[form.names.index("codes")] = torch.uint8
     kinds += [torch.int32] * 3 + [dtype, torch.int32]
     kinds += [kind for kind, has in zip((torch.uint8, torch.float32, torch.float16), given, strict=True) if has]
-    yield made.wanted(kinds)
+    for launch in made.launches if isinstance(made, Chain) else (made,):
+        yield launch.wanted(kinds)
+
+
+def _ranks(form: PageFormat, head_dim: int, rule: str) -> bool:
+    """True where a kernel ranks channels by a rule."""
+    return ranks_walks(form, rule) if form.trellis else ranks_in_kernel(form, head_dim)
 
 
 @lru_cache(maxsize=512)
@@ -116,7 +124,7 @@ def _launch(
     tokens: int,
     rule: str,
     given: tuple[bool, bool, torch.dtype | None],
-) -> Launch:
+) -> Launch | Chain:
     """Takes a side's tensors, table, count, new, source, index, and what is given of widths, weights and factors.
 
     Args:
@@ -133,7 +141,7 @@ def _launch(
         tiles, constants = unpacked_constants(form, tokens, head_dim, device)
     elif form.trellis:
         kernel, takes = seal_trellis_kernel, ()
-        tiles, constants = trellis_constants(form, tokens, head_dim)
+        tiles, constants = walk_constants(form, is_keys, 0, tokens, head_dim)
     elif form.axis == "token":
         kernel, takes = seal_token_kernel, (2,)
         tiles, constants = token_constants(form, is_keys, tokens, head_dim)
@@ -142,17 +150,30 @@ def _launch(
         (tiles, slices), constants = channel_constants(form, is_keys, tokens, head_dim, rule)
     at = [form.names.index(name) if name in form.names else None for name in Page._fields]
     end = len(form.names) + 5
-    # Where those of what may be given stand that the kernel takes.
-    optional = [end + sum(map(bool, given[:i])) if given[i] else None for i in takes]
 
-    def nest(tensors: Sequence[Any]) -> tuple[Any, ...]:
+    def nest(takes: tuple[int, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
         parts = [None if i is None else tensors[i] for i in at]
         if isinstance(parts[0], Tensor) and form.bits == 8:
             # Bytes stand in for fp8, a type that some GPUs lack.
             parts[0] = parts[0].view(torch.uint8)
+        # What may be given stands behind the index, where the kernel takes it.
+        optional = [end + sum(map(bool, given[:i])) if given[i] else None for i in takes]
         return Page(*parts), *tensors[end - 5 : end], *[None if i is None else tensors[i] for i in optional]
 
-    # A fused multiply-add would round once where the contract rounds twice, and move codes at ties.
-    constants["enable_fp_fusion"] = False
     numbers = {"strides": stride, "H": shape[1], "N": blocks, "M": tokens}
-    return Launch(kernel, (tiles, shape[0] * shape[1], slices), numbers, constants, device, nest)
+
+    def launch(kernel: Any, takes: tuple[int, ...], grid: tuple[int, ...], constants: dict[str, Any]) -> Launch:
+        # A fused multiply-add would round once where the contract rounds twice, and move codes at ties.
+        own = constants | {"enable_fp_fusion": False}
+        return Launch(kernel, (grid[0], shape[0] * shape[1], *grid[1:]), numbers, own, device, partial(nest, takes))
+
+    first = launch(kernel, takes, (tiles, slices), constants)
+    if not form.trellis or not is_keys:
+        return first
+    tiles, constants = measure_constants(form, bool(rule), tokens, head_dim)
+    launches = [launch(measure_keys_kernel, (0, 1), (tiles,), constants), first]
+    for walk in (1, 2):
+        if form.walks[walk - 1]:
+            tiles, constants = walk_constants(form, is_keys, walk, tokens, head_dim)
+            launches.append(launch(seal_trellis_kernel, (), (tiles,), constants))
+    return Chain(launches)
