@@ -172,19 +172,16 @@ def _walk_keys(x: Tensor, fmt: PageFormat, widths: Tensor | None) -> list[Tensor
 
 
 def _walked_keys(named: dict[str, Tensor], fmt: PageFormat) -> Tensor:
-    scale = named["scale"].float().transpose(2, 3)
-    x = decode(named["codes"], fmt.bits) * scale
-    x = x + named["zero"].float().transpose(2, 3)
-    if "high" in named:
-        # The clamp keeps what a reserved page holds, anything, from indexing past the head.
-        index, at = named["high_index"].long().clamp(max=x.shape[2] - 1)[..., None], 0
-        for count, ratio in zip(fmt.walks, RATIOS, strict=True):
-            if count:
-                own = index[:, :, :count]
-                found = decode(named["high"][..., at : at + count], WALK) * (scale.gather(2, own) * ratio)
-                x.scatter_add_(2, own.expand_as(found), found)
-                at += count
-    return x.transpose(2, 3)
+    x, at = decode(named["codes"], fmt.bits), 0
+    for count, ratio in zip(fmt.walks, RATIOS, strict=True):
+        if count:
+            # The clamp keeps what a reserved page holds, anything, from indexing past the head.
+            index = named["high_index"][..., :count].long().clamp(max=x.shape[2] - 1)[..., None]
+            more = decode(named["high"][..., at : at + count], WALK) * ratio
+            x.scatter_add_(2, index.expand_as(more), more)
+            at += count
+    scale, zero = (named[name].float().transpose(2, 3) for name in ("scale", "zero"))
+    return (x * scale + zero).transpose(2, 3)
 
 
 @define("dequantize_pages")

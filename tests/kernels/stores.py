@@ -227,7 +227,7 @@ def _put(view: RunView, fmt: PageFormat, side: str, row: int, positions: Tensor,
                 axis = None if fmt.axis == "channel" else 2
             elif name == "codes" and side == "values" and fmt.bits < 8:
                 axis = 2
-            if axis is None:
+            if axis is None or fmt.trellis:
                 own.copy_(new[0])
             else:
                 own.narrow(axis, 0, len(chosen)).copy_(new[0].narrow(axis, 0, len(chosen)))

@@ -62,6 +62,10 @@ CASES = {
             ("trellis", "2c128p128+4x20/2t128p128t", 128, torch.bfloat16, 0, 4),
             ("trellis-4c-dim-96", "4c64p128n/2t96p128t", 96, torch.float16, 32, 9),
             ("trellis-page-64", "2c64p64/2t64p64t", 64, torch.bfloat16, 64, 1),
+            ("trellis-keys", "1c128p128t+3x48+5x16/1t128p128t", 128, torch.bfloat16, 0, 4),
+            ("trellis-keys-dim-64", "1c128p128t+3x16+5x8/2t64p128t", 64, torch.float16, 0, 7),
+            ("trellis-keys-dim-96", "1c128p128t/1t96p128t", 96, torch.bfloat16, 32, 1),
+            ("trellis-1-bit-values", "2c64p64/1t64p64t", 64, torch.bfloat16, 0, 4),
             ("page-64", "2c64p64/2t64p64", 64, torch.bfloat16, 0, 4),
             ("page-256", "2c64p256/2t64p256", 64, torch.float16, 0, 4),
         )
@@ -81,6 +85,7 @@ CASES = {
             (3, 7, "4t128p128/4t128p128"),
             (16, 4, "2c32p128/2t32p128"),
             (3, 4, "2c128p128/2t128p128t"),
+            (3, 4, "1c128p128t+3x32/1t128p128t"),
         )
     },
     "tiles-192-128": Case(
@@ -106,6 +111,7 @@ CASES = {
     "trellis-keys-lag": Case(
         runs="2c32p32/2t40p32t", keys=[[32], [0]], values=[[64], [32]], tail=(64, 40), value_dim=40
     ),
+    "trellis-both-page-24": Case(runs="1c24p24t+3x8/1t64p24t", keys=[[72], [24]], values=[[72], [24]], pages=5),
     "page-24": Case(runs="2c8p24+4x8/4t16p24", keys=[[72], [24]], values=[[70], [30]], pages=5),
     "page-8": Case(runs="2c8p8/2t64p8", keys=[[64], [32]], values=[[60], [33]], pages=9),
     "8t-groups": Case(runs="8t32p32/8t16p32", dtype=torch.bfloat16),

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime.jit import MockTensor
 
 from ..pages import PageFormat, Side
-from .trellis import load_numbers
+from .trellis import FIRST_RATIO, SECOND_RATIO, load_numbers
 
 F16_MAX = tl.constexpr(65504.0)
 
@@ -124,6 +124,8 @@ class PageShape(NamedTuple):
         N16: those at 16 bits.
         BE: words of a token's tile, a power of two.
         TRELLIS: whether codes are walks, see `hfkvq.kernels.trellis`.
+        N1: channels whose rest is walked again.
+        N2: those of them whose rest is walked once more.
     """
 
     D: int
@@ -136,6 +138,8 @@ class PageShape(NamedTuple):
     N16: int
     BE: int
     TRELLIS: bool
+    N1: int
+    N2: int
 
 
 def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> Page:
@@ -187,6 +191,8 @@ def page_shape(fmt: PageFormat, side: Side, head_dim: int) -> PageShape:
         # Matrix products sum over 16 channels or more.
         BE=max(power(words_of(fmt, head_dim)), 16 // fields_of(fmt.bits)),
         TRELLIS=fmt.trellis,
+        N1=fmt.walks[0],
+        N2=fmt.walks[1],
     )
 
 
@@ -249,6 +255,34 @@ def from_e4m3(b_byte):
 
 
 @triton.jit
+def page_numbers(page, i_head, o_t, o_c, m_x, SHAPE: tl.constexpr):
+    """Numbers f32 of trellis codes of slots ``o_t`` and channels ``o_c``, whose shapes broadcast."""
+    D: tl.constexpr = SHAPE.D
+    G: tl.constexpr = SHAPE.G
+    p_head = page.codes + i_head * (D * G * SHAPE.BITS // 16)
+    if SHAPE.PER_CHANNEL:
+        return load_numbers(p_head, o_c, o_t % (G // 8), o_t // (G // 8), m_x, D, D * SHAPE.BITS // 2, SHAPE.BITS)
+    else:
+        return load_numbers(p_head, o_t, o_c % (D // 8), o_c // (D // 8), m_x, G, G * SHAPE.BITS // 2, SHAPE.BITS)
+
+
+@triton.jit
+def rest_numbers(high, high_index, i_head, o_t, o_c, m_x, G: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr):
+    """Numbers f32 [BT, BC] that raised channels have beside those of all, in parts of the same scales."""
+    E: tl.constexpr = G // 8
+    b_rank = rank_of_channel(high_index + i_head * N1, o_c, N1, triton.next_power_of_2(N1))[None, :]
+    p_high = high + i_head * (E * (N1 + N2))
+    m_own = m_x & (b_rank < N1)
+    b_x = load_numbers(p_high, b_rank, o_t % E, o_t // E, m_own, N1, N1 + N2, 2)
+    b_x = tl.where(m_own, b_x * FIRST_RATIO, 0.0)
+    if N2 > 0:
+        m_own = m_x & (b_rank < N2)
+        b_more = load_numbers(p_high + N1, b_rank, o_t % E, o_t // E, m_own, N2, N1 + N2, 2)
+        b_x += tl.where(m_own, b_more * SECOND_RATIO, 0.0)
+    return b_x
+
+
+@triton.jit
 def dequantize(
     b_code, page, i_head, i_first, o_t, m_t, o_c, m_c, SHAPE: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
 ):
@@ -279,6 +313,10 @@ def dequantize(
         b_code += (b_high & 3) << 2
     b_x = from_e4m3(b_code) if SHAPE.BITS == 8 else b_code.to(tl.float32)
     if SHAPE.PER_CHANNEL:
+        if SHAPE.N1 > 0:
+            b_x += rest_numbers(
+                page.high, page.high_index, i_head, o_t[:, None], o_c, m_tile, G, SHAPE.N1, SHAPE.N2
+            )
         p_group = i_head * (G // GROUP * D)
         if GROUP % BT == 0 or GROUP == G:
             # The tile lies within one group. [BC]
@@ -355,13 +393,7 @@ def load_page(page, i_head, i_first, m_t, SHAPE: tl.constexpr, BT: tl.constexpr)
     o_c, m_c = field_channels(o_e, SHAPE.D, E, FIELDS, BE)
     i_head = i_head.to(tl.int64)
     if SHAPE.TRELLIS:
-        # [BT, FIELDS, BE]
-        m_x = m_t[:, None, None] & (o_e < E)[None, None, :]
-        o_f = tl.arange(0, FIELDS)[None, :, None]
-        b_x = load_numbers(
-            page.codes + i_head * (SHAPE.G * E), o_t[:, None, None], o_e[None, None, :], o_f, m_x, SHAPE.G
-        )
-        b_x = tl.reshape(b_x, (BT, FIELDS * BE))
+        b_x = page_numbers(page, i_head, o_t[:, None], o_c[None, :], m_t[:, None] & m_c[None, :], SHAPE)
     else:
         # [BT, BE]
         p_word = word_pointers(page, i_head, o_t, o_e, E, SHAPE)
@@ -389,8 +421,7 @@ def load_page_in_order(page, i_head, i_first, m_t, SHAPE: tl.constexpr, BT: tl.c
         i_head = i_head.to(tl.int64)
         m_x = m_t[:, None] & m_c[None, :]
         if SHAPE.TRELLIS:
-            p_head = page.codes + i_head * (SHAPE.G * E)
-            b_x = load_numbers(p_head, o_t[:, None], (o_c % E)[None, :], (o_c // E)[None, :], m_x, SHAPE.G)
+            b_x = page_numbers(page, i_head, o_t[:, None], o_c[None, :], m_x, SHAPE)
         else:
             p_word = word_pointers(page, i_head, o_t, o_c % E, E, SHAPE)
             b_x = tl.load(p_word, mask=m_x, other=0).to(tl.int32)

@@ -53,6 +53,8 @@ def attend_loose(
     K_BITS: tl.constexpr = FORM.key_bits
     K_CHANNEL: tl.constexpr = FORM.key_channel
     K_GROUP: tl.constexpr = FORM.key_group
+    K_TRELLIS: tl.constexpr = FORM.key_trellis
+    K_CODES: tl.constexpr = 8 if K_TRELLIS else K_BITS
     N4: tl.constexpr = FORM.room4
     N16: tl.constexpr = FORM.room16
     V_BITS: tl.constexpr = FORM.value_bits
@@ -155,13 +157,16 @@ def attend_loose(
             b_s = b_s * log2_scaling
         if KIND != 1:
             if (i_block >= SINKS) & (i_j < n_k):
-                b_halves = keys.half_queries(b_qs, K_BITS, DTYPE)
+                b_halves = keys.half_queries(b_qs, K_CODES, DTYPE)
                 o_slot = i_slot + o_r
-                b_ks = keys.key_fields(run.k_codes, i_head, o_slot, m_page_k, D, G, K_BITS, BEK, True)
+                if K_TRELLIS:
+                    b_ks = keys.walked_fields(run, i_head, o_slot, m_page_k, D, G, BEK, FORM.walks1, FORM.walks2)
+                else:
+                    b_ks = keys.key_fields(run.k_codes, i_head, o_slot, m_page_k, D, G, K_BITS, BEK, True)
                 if K_CHANNEL:
                     b_scales = keys.channel_meta(run.k_scale, i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
                     b_lows = keys.channel_meta(run.k_zero, i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
-                    b_biases = keys.channel_biases(b_halves, b_lows, K_BITS, BEK, BM, 1)
+                    b_biases = keys.channel_biases(b_halves, b_lows, K_CODES, BEK, BM, 1)
                     b_own = keys.add_channel_logits(
                         keys.biased(b_biases[0], BR, BM), b_ks, b_halves, b_scales, 0, 0, K_FIELDS
                     )
@@ -190,7 +195,7 @@ def attend_loose(
                             b_own = keys.add_whole_logits(
                                 b_own, b_wholes, run.k_full, i_head, i_slot, G, N16, BR, B16, BM
                             )
-                    b_own = b_own * (log2_scaling * key_unit(K_BITS))
+                    b_own = b_own * (log2_scaling * key_unit(K_CODES))
                 else:
                     b_totals = ()
                     if K_BITS < 8:
@@ -233,4 +238,4 @@ def attend_loose(
                     b_more = values.whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, TRELLIS, EV, BM)
                     for f in tl.static_range(V_FIELDS):
                         b_outs = put(b_outs, f, b_outs[f] + b_more[f])
-        values.store_part(outs, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV, N4 + N16 == 0)
+        values.store_part(outs, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV, N4 + N16 + FORM.walks1 == 0)

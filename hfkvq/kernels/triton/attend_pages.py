@@ -33,6 +33,9 @@ def attend_pages(
     K_BITS: tl.constexpr = FORM.key_bits
     K_CHANNEL: tl.constexpr = FORM.key_channel
     K_GROUP: tl.constexpr = FORM.key_group
+    K_TRELLIS: tl.constexpr = FORM.key_trellis
+    # Numbers of walks have no powers of two to be multiplied by, as bytes have none.
+    K_CODES: tl.constexpr = 8 if K_TRELLIS else K_BITS
     N4: tl.constexpr = FORM.room4
     N16: tl.constexpr = FORM.room16
     V_BITS: tl.constexpr = FORM.value_bits
@@ -51,8 +54,8 @@ def attend_pages(
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
     V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
     TRELLIS: tl.constexpr = FORM.value_trellis
-    # Tokens of a tile of values: trellis codes come by halves of a page.
-    V_SUB: tl.constexpr = G // 2 if TRELLIS else SUB
+    # Tokens of a tile of values: trellis codes come by halves or quarters of a page.
+    V_SUB: tl.constexpr = G * V_BITS // 4 if TRELLIS else SUB
     V_ZEROS: tl.constexpr = values.zero_tiles_of(DV, V_BITS, V_GROUP, TRELLIS)
     STEPS: tl.constexpr = G // BT
     TILES: tl.constexpr = PART // SUB
@@ -69,8 +72,8 @@ def attend_pages(
     o_sub = tl.arange(0, SUB)
     m_sub = o_sub < SUB
     log2_scaling = factors.scaling * LOG2E
-    unit = log2_scaling * key_unit(K_BITS)
-    b_halves = keys.half_queries(b_qs, K_BITS, SHAPE.DTYPE)
+    unit = log2_scaling * key_unit(K_CODES)
+    b_halves = keys.half_queries(b_qs, K_CODES, SHAPE.DTYPE)
     b_totals = ()
     if not K_CHANNEL and K_BITS < 8:
         b_totals = keys.group_totals(b_qs, D, EK, K_GROUP)
@@ -107,15 +110,23 @@ def attend_pages(
                 b_lows = keys.channel_meta(
                     run.k_zero, i_head, i_slot + h * PART, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES, True
                 )
-                b_biases = keys.channel_biases(b_halves, b_lows, K_BITS, BEK, BM, TILES)
+                b_biases = keys.channel_biases(b_halves, b_lows, K_CODES, BEK, BM, TILES)
             for n in tl.static_range(TILES):
                 o_slot = i_slot + h * PART + n * SUB + o_sub
                 i_j = i_step * BT + h * PART + n * SUB
                 m_j = m_sub
                 if OPEN:
                     m_j = i_j + o_sub < n_tokens
-                b_ks = keys.key_fields(run.k_codes, i_head, o_slot, m_sub, D, G, K_BITS, BEK, False)
-                if K_CHANNEL:
+                if not K_TRELLIS:
+                    b_ks = keys.key_fields(run.k_codes, i_head, o_slot, m_sub, D, G, K_BITS, BEK, False)
+                if K_TRELLIS:
+                    b_s = keys.add_walks(
+                        keys.biased(b_biases[n], SUB, BM), run, i_head, b_halves, b_scales, p_head, m_m, D, G, BEK,
+                        FORM.walks1, FORM.walks2, BM,
+                    )  # fmt: skip
+                    if not RAW:
+                        b_s = b_s * unit
+                elif K_CHANNEL:
                     b_s = keys.biased(b_biases[n], SUB, BM)
                     b_s = keys.add_channel_logits(b_s, b_ks, b_halves, b_scales, n * K_FIELDS, 0, LATE)
                     if N16 > 0 and not FORM.key_norm:
@@ -195,9 +206,11 @@ def attend_pages(
                         run.v_codes, i_head, o_slot, m_sub, DV, G, V_BITS, BEV, False, False
                     )
             if TRELLIS:
-                b_vs = values.page_fields(run.v_codes, i_head, DV, G, BEV)
-                if TILES == 1:
-                    b_ps = unstacked(b_ps[0], 2, BM)
+                b_vs = values.page_fields(run.v_codes, i_head, DV, G, V_BITS, BEV)
+                b_wholes_p = b_ps
+                b_ps = ()
+                for n in tl.static_range(TILES):
+                    b_ps = b_ps + unstacked(b_wholes_p[n], 4 // V_BITS // TILES, BM)
             if FORM.value_norm:
                 # A factor is of a channel and a page: these tokens' sums meet it before they meet other pages'.
                 b_owns, b_least = values.add_values(
@@ -220,4 +233,4 @@ def attend_pages(
         b_outs = b_accs
     else:
         b_outs = values.whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, TRELLIS, EV, BM)
-    values.store_part(outs, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV, N4 + N16 == 0)
+    values.store_part(outs, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV, N4 + N16 + FORM.walks1 == 0)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ..pages import PageFormat, Side, StoreFormat
 from ._lib import power
+from .fields import words_of
 from .pair_format import PairFormat
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -118,6 +119,9 @@ def _side_is_served(fmt: PageFormat, side: Side, head_dim: int) -> bool:
     if fmt.bits == 8:
         # One scale a token.
         return _low_bit(head_dim // 2) >= 16 and fmt.group_size == head_dim
+    if fmt.trellis:
+        # Where channels are lanes, fields hold pairs of them, and rows of words are tiles of 16 tokens.
+        return side == "values" or (head_dim % 16 == 0 and fmt.page_size == 128)
     words = fmt.words(head_dim)
     if words * 16 != head_dim * fmt.bits:
         return False
@@ -147,7 +151,7 @@ def is_served(store: str, head_dim: int, value_dim: int, dtype: torch.dtype) -> 
     pages = {keys.page_size for keys, _ in form.runs}
     if len(pages) != 1 or not pages <= {32, 64, 128, 256, 512}:
         return False
-    if any(values.trellis and not _halves(keys) for keys, values in form.runs):
+    if any((values.trellis and not _halves(keys)) or (keys.trellis and not values.trellis) for keys, values in form.runs):
         return False
     if form.rotate_keys and any(keys.raised for keys, _ in form.runs):
         return False
@@ -178,14 +182,14 @@ def pair_format(
     bits = max(keys.bits, values.bits)
     room4, room16 = keys.raised_room(4), keys.raised_room(16)
     # Few enough bytes a step for the next one to be on its way while eight programs run on a multiprocessor.
-    coarse = bits == 2 and (not channel or keys.group_size == keys.page_size)
+    coarse = bits <= 2 and (not channel or keys.group_size == keys.page_size)
     # Words of raised channels hold tokens from all over the page: a step is a page, or half of it.
     step = min(keys.page_size, 128 if coarse or keys.raised_count(4) else 32 if bits == 16 else step or 64)
     if short and digits:
         step = min(step, SHORT_STEP)
     if values.trellis:
         step = keys.page_size
-    size = room4 / 4 + 2 * room16
+    size = room4 / 4 + 2 * room16 + sum(keys.walks) / 4
     for fmt, dim in ((keys, head_dim), (values, value_dim)):
         size += dim * (fmt.bits + (32 / fmt.group_size if fmt.bits < 8 else 0)) / 8
         if fmt.normed:
@@ -200,7 +204,7 @@ def pair_format(
 
     def width(fmt: PageFormat, dim: int) -> int:
         if fmt.bits < 8:
-            return max(16, power(fmt.words(dim)))
+            return max(16, power(words_of(dim, fmt.bits)))
         return min(4 * fmt.bits, _low_bit(dim * fmt.bits // 16))
 
     open_pages = takes_open(keys, values)
@@ -210,6 +214,9 @@ def pair_format(
         key_group=keys.group_size if keys.bits < 8 else head_dim,
         room4=room4,
         room16=room16,
+        key_trellis=keys.trellis,
+        walks1=keys.walks[0],
+        walks2=keys.walks[1],
         value_bits=values.bits,
         value_group=values.group_size if values.bits < 8 else value_dim,
         value_trellis=values.trellis,

@@ -205,15 +205,18 @@ def key_unit(bits):
 
 @triton.constexpr_function
 def words_of(head_dim, bits):
-    """E, elements of a field. Integers: a token's words. 8 and 16 bits: a part of them, at most 128 bytes a row."""
-    words = head_dim * bits // 16
+    """E, elements of a field. Integers: a token's words. 8 and 16 bits: a part of them, at most 128 bytes a row.
+
+    Numbers of 1 bit have fields like those of 2 bits: `trellis` makes them of words that lanes share.
+    """
+    words = head_dim * max(bits, 2) // 16
     return words if bits < 8 else min(words & -words, 4 * bits)
 
 
 @triton.constexpr_function
 def fields_of(head_dim, bits):
     """Fields that a token's channels make."""
-    return 16 // bits if bits < 8 else head_dim // words_of(head_dim, bits)
+    return 16 // max(bits, 2) if bits < 8 else head_dim // words_of(head_dim, bits)
 
 
 @triton.constexpr_function

@@ -12,8 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..trellis import RATIOS
+from ._lib import rest_numbers
 from .fields import LOG2E, Q_SHIFT, UNIT, key_unit, unpack2, unpack2_from, unpack4, unpacked_fields, weight, words_of
 from .tiles import dotable, paired, parted, put, stacked, unstacked
+from .trellis import load_numbers, trellis_fields
 
 
 @triton.jit
@@ -137,8 +140,90 @@ def biased(b_bias, SUB: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def raised_queries(p_q, m_m, index, FIRST: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
-    """Queries [BR, BM] of raised channels in f16, times 4, and the channels: gathered, so that keys need not be.
+def walked_fields(
+    run, i_head, o_slot, m_t, D: tl.constexpr, G: tl.constexpr, BE: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr
+):
+    """Fields of keys in trellis codes at slots ``o_slot`` of a page, each f16 [BT, BE], whatever channels are raised."""
+    E: tl.constexpr = D // 8
+    o_e = tl.arange(0, BE)
+    m_x = m_t[:, None] & (o_e < E)[None, :]
+    o_t = o_slot[:, None]
+    p_head = run.k_codes + i_head * (G // 8 * (D // 2))
+    b_fields = ()
+    for f in tl.static_range(8):
+        o_c = f * E + o_e
+        b_x = load_numbers(p_head, o_c[None, :], o_t % (G // 8), o_t // (G // 8), m_x, D, D // 2, 1)
+        if N1 > 0:
+            b_x += rest_numbers(run.k_high, run.k_high_index, i_head, o_t, o_c, m_x, G, N1, N2)
+        b_fields = b_fields + (b_x.to(tl.float16),)
+    return b_fields
+
+
+@triton.jit
+def add_walk(
+    b_parts, p_words, b_qs, FIRST: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, HALF: tl.constexpr,
+    ROW: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Raw logits by eighths of a page with those of lanes in trellis codes added: columns FIRST to FIRST + BR, of R.
+
+    ``b_qs``: scaled queries [BR, BM] of the left half's lanes, of 1-bit codes of each quarter's, then the right one's.
+    """
+    o_r = FIRST + tl.arange(0, BR)
+    p_w = p_words + tl.arange(0, ROWS)[:, None] * ROW + o_r[None, :]
+    if FIRST + BR <= R:
+        b_left, b_right = tl.load(p_w), tl.load(p_w + HALF)
+    else:
+        m_r = (o_r < R)[None, :]
+        b_left, b_right = tl.load(p_w, mask=m_r, other=0), tl.load(p_w + HALF, mask=m_r, other=0)
+    b_fields = trellis_fields(b_left, b_right, BITS, True) + trellis_fields(b_right, b_left, BITS, True)
+    for i in tl.static_range(len(b_qs)):
+        for f in tl.static_range(8):
+            b_parts = put(b_parts, f, tl.dot(b_fields[8 * i + f], b_qs[i], b_parts[f]))
+    return b_parts
+
+
+@triton.jit
+def add_walks(b_s, run, i_head, b_qs, b_scales, p_q, m_m, D: tl.constexpr, G: tl.constexpr, BE: tl.constexpr,
+    N1: tl.constexpr, N2: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Raw logits [G, BM] of a page of keys in trellis codes, to which means have been added.
+
+    ``b_qs`` and ``b_scales`` are those of fields. Queries of raised channels are gathered, sixteen at a time.
+    """
+    E: tl.constexpr = D // 8
+    ROWS: tl.constexpr = G // 8
+    b_parts = unstacked(b_s, 8, BM)
+    p_words = run.k_codes + i_head * (ROWS * (D // 2))
+    for i in tl.static_range(2):
+        b_own = ()
+        for j in tl.static_range(4):
+            b_own = b_own + (b_qs[2 * j + i] * b_scales[2 * j + i][:, None],)
+        b_parts = add_walk(b_parts, p_words, b_own, i * E, (i + 1) * E, BE, 2 * E, D // 2, 1, ROWS)
+    for walk in tl.static_range(2):
+        N: tl.constexpr = N1 if walk == 0 else N2
+        p_words = run.k_high + i_head * (ROWS * (N1 + N2)) + walk * N1
+        for r in tl.static_range((N // 2 + 15) // 16):
+            b_own = ()
+            for half in tl.static_range(2):
+                p_index = run.k_high_index + i_head * N1 + half * (N // 2)
+                b_q, b_channel = raised_queries(p_q, m_m, p_index, r * 16, N // 2, 16, ratio_of(walk))
+                b_scale = raised_scales(run.k_scale + i_head * D, b_channel, r * 16, N // 2, 16)
+                b_own = b_own + (b_q * b_scale[:, None],)
+            b_parts = add_walk(b_parts, p_words, b_own, r * 16, N // 2, 16, N // 2, N1 + N2, 2, ROWS)
+    return stacked(b_parts, G, BM)
+
+
+@triton.constexpr_function
+def ratio_of(walk):
+    """Factor of queries of what walks add to channels."""
+    return RATIOS[walk]
+
+
+@triton.jit
+def raised_queries(
+    p_q, m_m, index, FIRST: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, FACTOR: tl.constexpr = 4.0
+):
+    """Queries [BR, BM] of raised channels in f16, times FACTOR, and the channels: gathered, so that keys need not be.
 
     Ranks from FIRST on, of R. Sixteen at a time: more of them would be loaded in one layout and used in another.
     """
@@ -146,7 +231,7 @@ def raised_queries(p_q, m_m, index, FIRST: tl.constexpr, R: tl.constexpr, BR: tl
     m_r = o_r < R
     b_channel = tl.load(index + o_r, mask=m_r, other=0).to(tl.int32)
     b_q = tl.load(p_q[None, :] + b_channel[:, None], mask=m_r[:, None] & m_m[None, :], other=0.0).to(tl.float32)
-    return (b_q * (4.0 * Q_SHIFT)).to(tl.float16), b_channel
+    return (b_q * (FACTOR * Q_SHIFT)).to(tl.float16), b_channel
 
 
 @triton.jit

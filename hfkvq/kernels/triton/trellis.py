@@ -5,10 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..trellis import ADDEND, FLIP, MASK, MULTIPLIER, SECOND_ADDEND, SECOND_MULTIPLIER
+from ..trellis import ADDEND, FLIP, MASK, MULTIPLIER, RATIOS, SECOND_ADDEND, SECOND_MULTIPLIER
 from .tiles import INTERPRETED
 
 MUL, ADD, AND, XOR = tl.constexpr(MULTIPLIER), tl.constexpr(ADDEND), tl.constexpr(MASK), tl.constexpr(FLIP)
+FIRST_RATIO, SECOND_RATIO = tl.constexpr(RATIOS[0]), tl.constexpr(RATIOS[1])
 MUL_2, ADD_2 = tl.constexpr(SECOND_MULTIPLIER), tl.constexpr(SECOND_ADDEND)
 
 

@@ -23,7 +23,7 @@ from .fields import (
 )
 from .key_logits import channel_meta, in_eights
 from .tiles import INTERPRETED, dotable, parted, put
-from .trellis import trellis_fields
+from .trellis import load_numbers, trellis_fields
 
 
 @triton.jit
@@ -36,7 +36,16 @@ def value_fields(
     Of trellis codes slots are pairs within a half of the page.
     """
     o_e = tl.arange(0, BE)
-    if BITS < 8:
+    if BITS == 1:
+        E: tl.constexpr = words_of(D, BITS)
+        b_fields = ()
+        for f in tl.static_range(8):
+            m_x = m_t[None, :] & (o_e < E)[:, None]
+            p_head = codes + i_head * (G * E // 2)
+            b_x = load_numbers(p_head, o_slot[None, :], o_e[:, None], f, m_x, G, G // 2, BITS)
+            b_fields = b_fields + (b_x.to(tl.float16),)
+        return b_fields
+    elif BITS < 8:
         E: tl.constexpr = words_of(D, BITS)
         p_w = codes + i_head * (G * E) + o_e[:, None] * G + o_slot[None, :]
         if E == BE:
@@ -45,7 +54,7 @@ def value_fields(
             b_w = tl.load(p_w, mask=(o_e < E)[:, None], other=0)
         if TRELLIS:
             p_other = codes + i_head * (G * E) + o_e[:, None] * G + ((o_slot + G // 2) % G)[None, :]
-            return trellis_fields(b_w, tl.load(p_other, mask=(o_e < E)[:, None], other=0), False)
+            return trellis_fields(b_w, tl.load(p_other, mask=(o_e < E)[:, None], other=0), 2, False)
         elif BITS == 2:
             return unpack2(b_w)
         else:
@@ -56,17 +65,18 @@ def value_fields(
 
 
 @triton.jit
-def page_fields(codes, i_head, D: tl.constexpr, G: tl.constexpr, BE: tl.constexpr):
-    """Fields of trellis codes of a whole page, each [BE, G / 2]: eight of the first half, eight of the second."""
-    E: tl.constexpr = words_of(D, 2)
+def page_fields(codes, i_head, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr):
+    """Fields of trellis codes of a whole page, eight of each half or quarter of its tokens: [BE, G * BITS / 4]."""
+    E: tl.constexpr = words_of(D, BITS)
+    HALF: tl.constexpr = G * BITS // 4
     o_e = tl.arange(0, BE)
-    p_w = codes + i_head * (G * E) + o_e[:, None] * G + tl.arange(0, G // 2)[None, :]
+    p_w = codes + i_head * (2 * HALF * E) + o_e[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
     if E == BE:
-        b_left, b_right = tl.load(p_w), tl.load(p_w + G // 2)
+        b_left, b_right = tl.load(p_w), tl.load(p_w + HALF)
     else:
         m_e = (o_e < E)[:, None]
-        b_left, b_right = tl.load(p_w, mask=m_e, other=0), tl.load(p_w + G // 2, mask=m_e, other=0)
-    return trellis_fields(b_left, b_right, True) + trellis_fields(b_right, b_left, True)
+        b_left, b_right = tl.load(p_w, mask=m_e, other=0), tl.load(p_w + HALF, mask=m_e, other=0)
+    return trellis_fields(b_left, b_right, BITS, True) + trellis_fields(b_right, b_left, BITS, True)
 
 
 @triton.jit
