@@ -96,6 +96,7 @@ class Kitty(Scheme):
     }
 
     boost_ratio: float = knob(0.125, low=0.0, high=1.0, search=[0.0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5])
+    twice_ratio: float = knob(0.0, low=0.0, high=1.0)
     score: str = knob("k_abs", choices=("k_abs", "qk_abs", "error", "q_error", "random"))
     seed: int = knob(0, low=0, high=2**31 - 1)
     sink_length: int = knob(32, low=0, high=1024, search=[0, 16, 32, 64])
@@ -108,16 +109,13 @@ class Kitty(Scheme):
     value_unit: int | None = knob(None, low=1, high=1024)
     wide_from: float = knob(0.0, low=0.0, high=1.0)
     wide_to: float = knob(0.0, low=0.0, high=1.0)
+    narrow_to: float = knob(0.0, low=0.0, high=1.0)
     wide_keys_from: float = knob(0.0, low=0.0, high=1.0)
     wide_keys_to: float = knob(0.0, low=0.0, high=1.0)
     rotate_values: bool = knob(False, choices=(False, True), search=[False, True])
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
     trellis_values: bool = knob(False, choices=(False, True))
-    trellis_keys: bool = knob(False, choices=(False, True))
-    twice_ratio: float = knob(0.0, low=0.0, high=1.0)
-    narrow_from: float = knob(0.0, low=0.0, high=1.0)
-    narrow_to: float = knob(0.0, low=0.0, high=1.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,13 +135,19 @@ class Kitty(Scheme):
         """Channels raised to 4 bits in a page of heads of ``head_dim``: n_b, 16 of 128 for Kitty."""
         return int(self.boost_ratio * head_dim + 0.5)
 
+    @staticmethod
+    def _eights(share: float, head_dim: int) -> int:
+        """Channels in trellis codes that are raised: a multiple of eight, at most those there are."""
+        return min(int(share * head_dim / 8 + 0.5), head_dim // 8) * 8
+
     def in_layer(self, layer: int, layers: int) -> Kitty:
         """Scheme with values or keys of 4 bits, if the layer's middle is between the shares of depth that have them."""
         place = (layer + 0.5) / layers
         values = 4 if self.wide_from <= place < self.wide_to else self.value_bits
-        if values == 2 and self.narrow_from <= place < self.narrow_to:
+        if values == 2 and place < self.narrow_to:
             values = 1
-        own = replace(self, value_bits=values, narrow_from=0.0, narrow_to=0.0, wide_from=0.0, wide_to=0.0, wide_keys_from=0.0, wide_keys_to=0.0)
+        own = replace(self, value_bits=values, narrow_to=0.0, wide_to=0.0, wide_from=0.0)
+        own = replace(own, wide_keys_from=0.0, wide_keys_to=0.0)
         return replace(own, key_bits=4) if self.wide_keys_from <= place < self.wide_keys_to else own
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
@@ -151,16 +155,15 @@ class Kitty(Scheme):
         page, count = self.page_size, self.boosted(key_dim)
         if self.key_bits == 4:
             keys = PageFormat(4, "channel", page, page)
-        elif self.trellis_keys:
-            b = self.key_bits
-            n2, n1 = (int(r * key_dim / 8 + 0.5) * 8 for r in (self.twice_ratio, self.boost_ratio))
-            raised = tuple((w, c) for w, c in ((b + 2, n1 - n2), (b + 4, n2)) if c)
-            keys = PageFormat(b, "channel", page, page, raised, trellis=True)
+        elif self.key_bits == 1:
+            twice = self._eights(self.twice_ratio, key_dim)
+            counts = (3, self._eights(self.boost_ratio, key_dim) - twice), (5, twice)
+            keys = PageFormat(1, "channel", page, page, tuple(each for each in counts if each[1]), trellis=True)
         else:
             group = page if self.group_size is None else self.group_size
             raised = ((4, count),) if count else ()
             keys = PageFormat(2, "channel", group, page, raised, fit=self.fit)
-        trellis = self.trellis_values and self.value_bits <= 2
+        trellis = self.value_bits == 1 or (self.trellis_values and self.value_bits == 2)
         values = PageFormat(self.value_bits, "token", value_dim, page, fit=self.fit_values, trellis=trellis)
         block = rotation_block(value_dim) if self.rotate_values else 0
         unit = page if self.value_unit is None else self.value_unit

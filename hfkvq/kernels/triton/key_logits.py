@@ -12,11 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..trellis import RATIOS
 from ._lib import rest_numbers
 from .fields import LOG2E, Q_SHIFT, UNIT, key_unit, unpack2, unpack2_from, unpack4, unpacked_fields, weight, words_of
 from .tiles import dotable, paired, parted, put, stacked, unstacked
-from .trellis import load_numbers, trellis_fields
+from .trellis import FIRST_RATIO, SECOND_RATIO, load_numbers, trellis_fields
 
 
 @triton.jit
@@ -199,24 +198,27 @@ def add_walks(b_s, run, i_head, b_qs, b_scales, p_q, m_m, D: tl.constexpr, G: tl
         for j in tl.static_range(4):
             b_own = b_own + (b_qs[2 * j + i] * b_scales[2 * j + i][:, None],)
         b_parts = add_walk(b_parts, p_words, b_own, i * E, (i + 1) * E, BE, 2 * E, D // 2, 1, ROWS)
-    for walk in tl.static_range(2):
-        N: tl.constexpr = N1 if walk == 0 else N2
-        p_words = run.k_high + i_head * (ROWS * (N1 + N2)) + walk * N1
-        for r in tl.static_range((N // 2 + 15) // 16):
-            b_own = ()
-            for half in tl.static_range(2):
-                p_index = run.k_high_index + i_head * N1 + half * (N // 2)
-                b_q, b_channel = raised_queries(p_q, m_m, p_index, r * 16, N // 2, 16, ratio_of(walk))
-                b_scale = raised_scales(run.k_scale + i_head * D, b_channel, r * 16, N // 2, 16)
-                b_own = b_own + (b_q * b_scale[:, None],)
-            b_parts = add_walk(b_parts, p_words, b_own, r * 16, N // 2, 16, N // 2, N1 + N2, 2, ROWS)
+    b_parts = add_rest(b_parts, run, i_head, p_q, m_m, 0, D, N1, N1, N1 + N2, FIRST_RATIO, ROWS)
+    b_parts = add_rest(b_parts, run, i_head, p_q, m_m, N1, D, N2, N1, N1 + N2, SECOND_RATIO, ROWS)
     return stacked(b_parts, G, BM)
 
 
-@triton.constexpr_function
-def ratio_of(walk):
-    """Factor of queries of what walks add to channels."""
-    return RATIOS[walk]
+@triton.jit
+def add_rest(
+    b_parts, run, i_head, p_q, m_m, AT: tl.constexpr, D: tl.constexpr, N: tl.constexpr, N1: tl.constexpr,
+    ROW: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Raw logits by eighths of a page with those of another walk of N of its raised channels added."""
+    p_words = run.k_high + i_head * (ROWS * ROW) + AT
+    for r in tl.static_range((N // 2 + 15) // 16):
+        b_own = ()
+        for half in tl.static_range(2):
+            p_index = run.k_high_index + i_head * N1 + half * (N // 2)
+            b_q, b_channel = raised_queries(p_q, m_m, p_index, r * 16, N // 2, 16, RATIO)
+            b_scale = raised_scales(run.k_scale + i_head * D, b_channel, r * 16, N // 2, 16)
+            b_own = b_own + (b_q * b_scale[:, None],)
+        b_parts = add_walk(b_parts, p_words, b_own, r * 16, N // 2, 16, N // 2, ROW, 2, ROWS)
+    return b_parts
 
 
 @triton.jit

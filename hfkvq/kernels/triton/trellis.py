@@ -44,8 +44,8 @@ def steps_asm(bits):
     for step in range(8):
         source, byte = ("r", 3 - step // 2) if step % 2 == 0 else (f"${own}", 3 - step // 2)
         lines.append(f"prmt.b32 s, {source}, 0, 0x444{byte};")
-        for i, (multiplier, addend) in enumerate(products):
-            lines.append(f"mad.lo.u32 t, s, {multiplier}, {addend};")
+        for i in range(len(products)):
+            lines.append(f"mad.lo.u32 t, s, {products[i][0]}, {products[i][1]};")
             lines.append(f"lop3.b32 ${8 * i + step}, t, {MASK}, {FLIP}, 0x6a;")
     return "\n".join([*lines, "}"])
 
@@ -67,8 +67,7 @@ def trellis_fields(b_w, b_other, BITS: tl.constexpr, IN_PAIRS: tl.constexpr):
         b_shifted = (b_word >> 4) | (joined(b_before, b_before) << 28)
         b_fields = ()
         for i in tl.static_range(16 // BITS):
-            step: tl.constexpr = i % 8
-            b_state = ((b_shifted if step % 2 == 0 else b_word) >> (24 - 8 * (step // 2))) & 255
+            b_state = ((b_shifted if i % 2 == 0 else b_word) >> (24 - 8 * (i % 8 // 2))) & 255
             b_first, b_second = numbers_of(b_state, i >= 8)
             b_fields = b_fields + (tl.reshape(tl.join(b_first, b_second), b_w.shape),)
         return b_fields

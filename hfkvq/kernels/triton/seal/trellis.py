@@ -190,14 +190,15 @@ def walked(
 
     Two words hold the upper halves of eight states each, before the last of which there are seven.
     """
+    BN: tl.constexpr = SHAPE.BN
     b_squares = b_tables[0] * b_tables[0]
     for j in tl.static_range(1, 4 // SHAPE.BITS):
         b_squares = b_squares + rounded_product(b_tables[j], b_tables[j])
     b_cost = with_state(b_squares, page, i_head, lanes, p_column, facts, PLACE, s_x, o_e, b_tables, SHAPE)
     if SHARES:
         b_cost = tl.where(tl.arange(0, 16)[None, :, None] == b_shared[:, None, None], b_cost, NEVER)
-    b_early = tl.zeros([SHAPE.BN, 16], tl.int32)
-    b_late = tl.zeros([SHAPE.BN, 16], tl.int32)
+    b_early = tl.zeros([BN, 16], tl.int32)
+    b_late = tl.zeros([BN, 16], tl.int32)
     for i in range(8):
         b_best = cheapest(b_cost)
         b_early |= (b_best.to(tl.int32, bitcast=True) & 15) << (4 * i)
@@ -232,6 +233,7 @@ def seal_trellis_kernel(page, table, count, new, source, index, strides, H, N, M
     """Two neighbouring lanes of each half of a page's lanes, of 1-bit codes of each quarter."""
     G: tl.constexpr = SHAPE.G
     BITS: tl.constexpr = SHAPE.BITS
+    BN: tl.constexpr = SHAPE.BN
     E: tl.constexpr = SHAPE.ALONG // 8
     COUNT: tl.constexpr = 4 // BITS
     # Lanes of a block, half of which are words of one half's row.
@@ -259,7 +261,7 @@ def seal_trellis_kernel(page, table, count, new, source, index, strides, H, N, M
         lanes = lanes + (p_own,)
         facts = facts + (fact,)
     o_s = tl.arange(0, 16)
-    b_state = tl.broadcast_to((o_s[:, None] * 16 + o_s[None, :])[None], SHAPE.BN, 16, 16)
+    b_state = tl.broadcast_to((o_s[:, None] * 16 + o_s[None, :])[None], BN, 16, 16)
     b_first, b_second = numbers_of(b_state)
     b_tables = (b_first.to(tl.float32), b_second.to(tl.float32))
     if BITS == 1:
@@ -267,11 +269,11 @@ def seal_trellis_kernel(page, table, count, new, source, index, strides, H, N, M
         b_tables = b_tables + (b_first.to(tl.float32), b_second.to(tl.float32))
     b_sums = ()
     for k in tl.static_range(2 * COUNT):
-        b_sums = b_sums + (tl.zeros([SHAPE.BN], tl.int32),)
+        b_sums = b_sums + (tl.zeros([BN], tl.int32),)
     p_codes = (page.codes if SHAPE.WALK == 0 else page.high) + i_head * (E * SHAPE.ROW) + SHAPE.AT + i_slot
-    for i_e in range(0, E, SHAPE.BN):
-        o_e = i_e + tl.arange(0, SHAPE.BN)
-        b_none = tl.zeros([SHAPE.BN], tl.int32)
+    for i_e in range(0, E, BN):
+        o_e = i_e + tl.arange(0, BN)
+        b_none = tl.zeros([BN], tl.int32)
         b_best, _, b_late = walked(
             page, i_head, lanes, p_column, facts, s_x, o_e, b_tables, b_none, 8, False, SHAPE
         )  # fmt: skip
@@ -355,13 +357,14 @@ def measure_keys_kernel(page, table, count, new, source, index, widths, weight, 
     D: tl.constexpr = SHAPE.D
     G: tl.constexpr = SHAPE.G
     N1: tl.constexpr = SHAPE.N1
+    BD: tl.constexpr = SHAPE.BD
     i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
     if i_t * G >= tl.minimum(tl.load(new + i_b), M):
         return
     i_page = (tl.load(count + i_b) + i_t * G) // G
     i_head = tl.load(table + i_b * N + i_page).to(tl.int64) * H + i_h
-    o_t, o_d = tl.arange(0, SHAPE.BG), tl.arange(0, SHAPE.BD)
+    o_t, o_d = tl.arange(0, SHAPE.BG), tl.arange(0, BD)
     m_t, m_d = o_t < G, o_d < D
     b_column = tl.load(index + i_b * M + i_t * G + o_t, mask=m_t, other=0).to(tl.int64)
     p_x = source + i_b * strides[0] + i_h * strides[1] + b_column[:, None] * strides[2] + (o_d * strides[3])[None, :]
@@ -382,17 +385,17 @@ def measure_keys_kernel(page, table, count, new, source, index, widths, weight, 
     tl.store(page.zero + i_head * D + o_c, b_zero, mask=m_d[None, :])
     tl.store(page.scale + i_head * D + o_c, b_scale, mask=m_d[None, :])
     if N1 > 0:
-        LAST: tl.constexpr = SHAPE.BD - 1
-        b_width = tl.zeros([1, SHAPE.BD], tl.int32)
+        LAST: tl.constexpr = BD - 1
+        b_width = tl.zeros([1, BD], tl.int32)
         if widths is not None:
             b_width = tl.load(widths + (i_bh * (M // G) + i_t) * D + o_c, mask=m_d[None, :], other=0).to(tl.int32)
         elif SHAPE.RULED:
             p_weight = None if weight is None else weight + i_bh * D
-            b_score = b_scale.to(tl.float32)
-            b_rank = rank_keys(score_key(rounded_product(b_score, b_score), p_weight, o_c, m_d[None, :], True, D), 1, SHAPE.BD)
+            b_score = rounded_product(b_scale.to(tl.float32), b_scale.to(tl.float32))
+            b_rank = rank_keys(score_key(b_score, p_weight, o_c, m_d[None, :], True, D), 1, BD)
             b_width = (b_rank < N1).to(tl.int32) + (b_rank < SHAPE.N2).to(tl.int32)
         # Of equal widths the lower channel comes first.
-        b_rank = rank_keys(tl.where(m_d[None, :], b_width * SHAPE.BD + LAST - o_c, -1), 1, SHAPE.BD)
+        b_rank = rank_keys(tl.where(m_d[None, :], b_width * BD + LAST - o_c, -1), 1, BD)
         tl.store(page.high_index + i_head * N1 + b_rank, o_c, mask=m_d[None, :] & (b_rank < N1))
 
 
