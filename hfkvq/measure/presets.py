@@ -124,7 +124,7 @@ def format_words(fmt: PageFormat, head_dim: int) -> str:
     """A page format in words: "2 bits, a scale per channel and 128 tokens"."""
     if fmt.bits == 16:
         return "16 bits, unquantized"
-    width = "8 bits (fp8)" if fmt.bits == 8 else f"{fmt.bits} bits"
+    width = "8 bits (fp8)" if fmt.bits == 8 else "1 bit" if fmt.bits == 1 else f"{fmt.bits} bits"
     if fmt.trellis:
         width += " in trellis codes"
     if fmt.axis == "channel":

@@ -374,7 +374,7 @@ def _stored_row(store: KVStore, index: int) -> dict[str, Tensor]:
 def _token_axis(name: str, fmt: Any, side: str) -> int | None:
     if name in ("scale", "zero"):
         return 2 if fmt.axis == "token" else None
-    if name in ("norm", "high", "high_index", "full_index", "exact", "exact_index"):
+    if fmt.trellis or name in ("norm", "high", "high_index", "full_index", "exact", "exact_index"):
         return None
     return 2 if name == "codes" and side == "values" and fmt.bits < 8 else 1
 

@@ -13,6 +13,7 @@ from .base import Entry, Layout, Scheme, SideLayout, knob, rotation_block
 _BEST = {"boost_ratio": 0.25, "score": "q_error", "fit": 4, "rotate_values": True, "key_local_length": 128}
 # Layer 19 of SmolLM2's 30 loses nearly as much as all others together: it has 4 bits.
 _HEAVY = {"wide_from": 0.6, "wide_to": 0.63, "wide_keys_from": 0.6, "wide_keys_to": 0.63}
+_TRELLIS = {"key_bits": 1, "trellis_values": True}
 _BY_QUERIES = ("qk_abs", "q_error")
 
 
@@ -30,7 +31,9 @@ class Kitty(Scheme):
     dim, any prompt length, several tokens at once and padding work; Pro is 25 % as in the paper (its scripts: 20 %).
 
     Attributes:
-        boost_ratio: share of key channels raised to 4 bits, per page and KV head. Kitty 0.125, Kitty-Pro 0.25.
+        boost_ratio: share of key channels raised to 4 bits, per page and KV head; of keys of 1 bit to 3 bits. Kitty
+            0.125, Kitty-Pro 0.25.
+        twice_ratio: share of key channels raised to 5 bits, where keys have 1 bit; these are some of the former.
         score: ranking of channels: mean |K| of the page ("k_abs", the paper's), mean |K| times mean |Q|
             of the queries seen since the last seal ("qk_abs"), the squared error that the channel would have at 2 bits
             ("error"), or that times the square of mean |Q| ("q_error"). "random" is Figure 4's baseline: each channel
@@ -42,13 +45,16 @@ class Kitty(Scheme):
             right after a page is sealed, only the sink's keys are in full precision).
         page_size: G, tokens per page.
         group_size: tokens of a channel that share a key scale; None takes the page, as in the paper.
-        value_bits: width of values, 2 or 4 (2 in the paper).
+        value_bits: width of values, 1, 2 or 4 (2 in the paper); of 1 bit in trellis codes.
         value_unit: number of values sealed together; None takes the page, as in the paper's Figure 1 and its runtime; 1
             seals each value as it leaves the local window, as the simulator behind its accuracy tables does.
-        key_bits: width of keys, 2 or 4 (2 in the paper). Keys of 4 bits are those of ``best-4.3``: rotated by Hadamard
-            blocks, scaled by the extremes of each channel in a page, no channel raised.
+        key_bits: width of keys, 1, 2 or 4 (2 in the paper). Keys of 4 bits are those of ``best-4.3``: rotated by
+            Hadamard blocks, scaled by the extremes of each channel in a page, no channel raised. Keys of 1 bit are in
+            trellis codes, see ``trellis_values``: a mean and a scale of each channel in a page, and a walk of 2 bits
+            of what the first one leaves of the channels that are raised. They ignore ``group_size`` and ``fit``.
         wide_from, wide_to: layers between these shares of the depth hold their values in 4 bits (none in the paper).
             For example, 0.55 and 0.8 mean layers 16 to 23 of 30.
+        narrow_to: layers up to this share of the depth hold values of 2 bits in 1 bit (none in the paper).
         wide_keys_from, wide_keys_to: the same for keys (none in the paper).
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
@@ -74,13 +80,23 @@ class Kitty(Scheme):
             ("demo", "kld", "fit"),
         ),
         "best-2.5": Entry(
-            "Our own preset for the least memory: few more bits than kitty-pro, with much less loss.",
+            "Our own preset for little memory: few more bits than kitty-pro, with much less loss.",
             {**_BEST, **_HEAVY},
             ("kld", "fit"),
         ),
         "trellis-2.5": Entry(
             "Our own preset: best-2.5 with values in trellis codes, for fewer bits and less loss.",
             {**_BEST, **_HEAVY, "trellis_values": True},
+            ("kld", "fit"),
+        ),
+        "best-2.0": Entry(
+            "Our own preset for less memory than best-2.5: keys and values in trellis codes, half of the values in 1 bit.",
+            {**_BEST, **_HEAVY, **_TRELLIS, "boost_ratio": 0.5, "twice_ratio": 0.0625, "narrow_to": 0.6},
+            ("kld", "fit"),
+        ),
+        "best-1.5": Entry(
+            "Our own preset for the least memory: keys in 1 bit, a quarter of their channels in 3, values in 1 bit.",
+            {**_BEST, **_HEAVY, **_TRELLIS, "narrow_to": 1.0},
             ("kld", "fit"),
         ),
         "best-2.8": Entry(
@@ -125,6 +141,11 @@ class Kitty(Scheme):
                 raise ValueError(
                     f"{side}_from: got {begin} with {side}_to={end}, allowed at most {side}_to; swap the two."
                 )
+        if self.twice_ratio > self.boost_ratio:
+            raise ValueError(
+                f"twice_ratio: got {self.twice_ratio} with boost_ratio={self.boost_ratio}, allowed at most boost_ratio; "
+                "raise that too."
+            )
 
     @property
     def needs(self) -> frozenset[str]:
