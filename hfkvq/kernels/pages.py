@@ -169,7 +169,11 @@ class PageFormat:
             )
         if self.trellis and self.axis == "channel" and head_dim % 8:
             raise ValueError(f"trellis: got head_dim {head_dim}, allowed multiples of 8.")
-        if self.trellis and self.axis == "token" and (head_dim % 8 or head_dim != self.group_size or head_dim > TRELLIS_MOST):
+        if (
+            self.trellis
+            and self.axis == "token"
+            and (head_dim % 8 or head_dim != self.group_size or head_dim > TRELLIS_MOST)
+        ):
             raise ValueError(
                 f"trellis: got head_dim {head_dim} and a scale for {self.group_size} channels, allowed multiples of 8 "
                 f"up to {TRELLIS_MOST} and a scale per token."

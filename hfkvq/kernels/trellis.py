@@ -8,10 +8,10 @@ of such a product: the sum of its halves.
 
 What is encoded has *lanes* with a scale each: the tokens of values, along channels, and the channels of keys, along the
 page's tokens. A loop holds the numbers ``s * E + e`` (s < 8) of word e of two neighbouring lanes of each half of all
-lanes, of 1-bit codes of each quarter: state s of the first half and state ``8 + s`` of the second one stand for number s
-of these lanes, the second product for those of the half's second quarter. The words of neighbouring lanes, i16, are one
-word of 32 bits: eight states, the first in its highest bits. The state before these is in the lowest bits of the other
-half's word.
+lanes, of 1-bit codes of each quarter. State s stands for number s of the first half's lanes, state ``8 + s`` for that of
+the second half's; the second product is for the second quarter of a half. The words of neighbouring lanes, i16, are
+one word of 32 bits: eight states, the first in its highest bits. The state before these is in the lowest bits of the
+other half's word.
 
 Loops are encoded by Viterbi's algorithm in two walks: a free one from the second half on finds where the ends meet,
 and the second one begins and ends there. What is encoded is f16, so its products with states' numbers are exact in f32,

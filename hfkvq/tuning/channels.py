@@ -24,8 +24,9 @@ def raised_channels(cache: MixedKVCache) -> dict[int, dict[int, Tensor]]:
         cache: that has seen tokens.
 
     Returns:
-        By layer and width (4 or 16; of trellis codes 3 or 5), f32 (H, D): share of the sealed pages of all rows in which the channel had that
-        width, channels in the basis of the pages. Only layers whose pages can raise channels and have sealed some.
+        By layer and width (4 or 16; of trellis codes 3 or 5), f32 (H, D): share of the sealed pages of all rows in
+        which the channel had that width, channels in the basis of the pages. Only layers whose pages can raise channels
+        and have sealed some.
     """
     stores = {at: layer.store for at, layer in enumerate(cache.layers) if isinstance(layer, KVLayer)}
     found = {at: _shares(store) for at, store in stores.items() if store is not None}

@@ -90,12 +90,12 @@ class Kitty(Scheme):
             ("kld", "fit"),
         ),
         "best-2.0": Entry(
-            "Our own preset for less memory than best-2.5: keys and values in trellis codes, half of the values in 1 bit.",
+            "Our own preset for less memory than best-2.5: trellis codes, of keys in 1 to 5 bits, of values in 1 or 2.",
             {**_BEST, **_HEAVY, **_TRELLIS, "boost_ratio": 0.5, "twice_ratio": 0.0625, "narrow_to": 0.6},
             ("kld", "fit"),
         ),
         "best-1.5": Entry(
-            "Our own preset for the least memory: keys in 1 bit, a quarter of their channels in 3, values in 1 bit.",
+            "Our own preset for the least memory: trellis codes of 1 bit, and of 3 for a quarter of the key channels.",
             {**_BEST, **_HEAVY, **_TRELLIS, "narrow_to": 1.0},
             ("kld", "fit"),
         ),
@@ -143,8 +143,8 @@ class Kitty(Scheme):
                 )
         if self.twice_ratio > self.boost_ratio:
             raise ValueError(
-                f"twice_ratio: got {self.twice_ratio} with boost_ratio={self.boost_ratio}, allowed at most boost_ratio; "
-                "raise that too."
+                f"twice_ratio: got {self.twice_ratio} with boost_ratio={self.boost_ratio}, allowed at most "
+                "boost_ratio; raise that too."
             )
 
     @property

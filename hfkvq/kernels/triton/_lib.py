@@ -314,9 +314,7 @@ def dequantize(
     b_x = from_e4m3(b_code) if SHAPE.BITS == 8 else b_code.to(tl.float32)
     if SHAPE.PER_CHANNEL:
         if SHAPE.N1 > 0:
-            b_x += rest_numbers(
-                page.high, page.high_index, i_head, o_t[:, None], o_c, m_tile, G, SHAPE.N1, SHAPE.N2
-            )
+            b_x += rest_numbers(page.high, page.high_index, i_head, o_t[:, None], o_c, m_tile, G, SHAPE.N1, SHAPE.N2)
         p_group = i_head * (G // GROUP * D)
         if GROUP % BT == 0 or GROUP == G:
             # The tile lies within one group. [BC]

@@ -233,4 +233,6 @@ def attend_pages(
         b_outs = b_accs
     else:
         b_outs = values.whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, TRELLIS, EV, BM)
-    values.store_part(outs, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV, N4 + N16 + FORM.walks1 == 0)
+    values.store_part(
+        outs, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV, N4 + N16 + FORM.walks1 == 0
+    )

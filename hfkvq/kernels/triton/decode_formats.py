@@ -151,7 +151,9 @@ def is_served(store: str, head_dim: int, value_dim: int, dtype: torch.dtype) -> 
     pages = {keys.page_size for keys, _ in form.runs}
     if len(pages) != 1 or not pages <= {32, 64, 128, 256, 512}:
         return False
-    if any((values.trellis and not _halves(keys)) or (keys.trellis and not values.trellis) for keys, values in form.runs):
+    if any(
+        (values.trellis and not _halves(keys)) or (keys.trellis and not values.trellis) for keys, values in form.runs
+    ):
         return False
     if form.rotate_keys and any(keys.raised for keys, _ in form.runs):
         return False

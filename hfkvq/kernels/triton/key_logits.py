@@ -142,7 +142,7 @@ def biased(b_bias, SUB: tl.constexpr, BM: tl.constexpr):
 def walked_fields(
     run, i_head, o_slot, m_t, D: tl.constexpr, G: tl.constexpr, BE: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr
 ):
-    """Fields of keys in trellis codes at slots ``o_slot`` of a page, each f16 [BT, BE], whatever channels are raised."""
+    """Fields of keys in trellis codes at slots ``o_slot`` of a page, raised channels included: each f16 [BT, BE]."""
     E: tl.constexpr = D // 8
     o_e = tl.arange(0, BE)
     m_x = m_t[:, None] & (o_e < E)[None, :]
@@ -222,9 +222,7 @@ def add_rest(
 
 
 @triton.jit
-def raised_queries(
-    p_q, m_m, index, FIRST: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, FACTOR: tl.constexpr = 4.0
-):
+def raised_queries(p_q, m_m, index, FIRST: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, FACTOR: tl.constexpr = 4.0):
     """Queries [BR, BM] of raised channels in f16, times FACTOR, and the channels: gathered, so that keys need not be.
 
     Ranks from FIRST on, of R. Sixteen at a time: more of them would be loaded in one layout and used in another.

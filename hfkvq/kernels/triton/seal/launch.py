@@ -18,7 +18,12 @@ from ..launch import Launch
 from .channel import channel_constants, ranks_in_kernel, seal_channel_kernel
 from .token import seal_token_kernel, seal_unpacked_kernel, token_constants, unpacked_constants
 from .trellis import (
-    Chain, measure_constants, measure_keys_kernel, ranks_walks, seal_trellis_kernel, walk_constants,
+    Chain,
+    measure_constants,
+    measure_keys_kernel,
+    ranks_walks,
+    seal_trellis_kernel,
+    walk_constants,
 )
 
 

@@ -1,7 +1,8 @@
 """Pages in trellis codes, sealed whole. See `hfkvq.kernels.trellis`, which has the same order.
 
 Keys are measured first, a page a program; then come walks of all channels, of those that are raised, and of those that
-are raised again. Walks take four lanes a program, or eight: a program is one warp and walks four loops at a time: more of either makes minima cross warps, several times as slow.
+are raised again. A program of walks is one warp that takes four lanes, of 1-bit codes eight, and walks four loops at a
+time: more of either makes minima cross warps, several times as slow.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...pages import WALK, PageFormat
-from ...trellis import FAR, FARTHEST, FRACTION, RATIOS, SPREADS
 from ...seal import parse_rule
+from ...trellis import FAR, FARTHEST, FRACTION, RATIOS, SPREADS
 from .._lib import F16_MAX, power
 from ..launch import Launch
-from ..trellis import load_numbers, numbers_of
 from ..tiles import put
+from ..trellis import load_numbers, numbers_of
 from .arithmetic import F16_TINY, rounded_product, warps_of
 from .ranks import rank_keys, score_key
 
@@ -399,7 +400,9 @@ def measure_keys_kernel(page, table, count, new, source, index, widths, weight, 
         tl.store(page.high_index + i_head * N1 + b_rank, o_c, mask=m_d[None, :] & (b_rank < N1))
 
 
-def walk_constants(form: PageFormat, is_keys: bool, walk: int, tokens: int, head_dim: int) -> tuple[int, dict[str, Any]]:
+def walk_constants(
+    form: PageFormat, is_keys: bool, walk: int, tokens: int, head_dim: int
+) -> tuple[int, dict[str, Any]]:
     """Programs for so many tokens, and what `seal_trellis_kernel` takes by name; see `WalkShape` of the walk."""
     again, twice = form.walks
     lanes = (head_dim if is_keys else form.page_size, again, twice)[walk]
