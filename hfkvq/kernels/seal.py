@@ -109,7 +109,7 @@ def channel_widths(
         return _widths_of_ranges(keys, fmt, q_abs, rule)
     x, head_dim = keys.float(), keys.shape[-1]
     if name == "error" and fmt.trellis:
-        # What a walk loses of a channel follows from its scale.
+        # A walk loses of a channel in proportion to the square of its scale.
         score = own_scale(centre(x.transpose(-2, -1).flatten(1, 2))[0], fmt.bits).float().square()
         score = score.unflatten(1, keys.shape[1:3]).squeeze(-1)
     elif name == "error":

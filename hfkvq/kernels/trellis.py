@@ -8,8 +8,8 @@ of such a product: the sum of its halves.
 
 What is encoded has *lanes* with a scale each: the tokens of values, along channels, and the channels of keys, along the
 page's tokens. A loop holds the numbers ``s * E + e`` (s < 8) of word e of two neighbouring lanes of each half of all
-lanes, of 1-bit codes of each quarter. State s stands for number s of the first half's lanes, state ``8 + s`` for that of
-the second half's; the second product is for the second quarter of a half. The words of neighbouring lanes, i16, are
+lanes, of 1-bit codes of each quarter. State s stands for number s of the first half's lanes, state ``8 + s`` for that
+of the second half's; the second product is for the second quarter of a half. The words of neighbouring lanes, i16, are
 one word of 32 bits: eight states, the first in its highest bits. The state before these is in the lowest bits of the
 other half's word.
 
@@ -174,7 +174,7 @@ def encode(x: Tensor, bits: int = 2) -> tuple[Tensor, Tensor]:
 
 
 def centre(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What is left of lanes f32 (N, H, G, D) less their mean, and that, f16 (N, H, G, 1)."""
+    """Lanes f32 (N, H, G, D) less their mean, and that mean, f16 (N, H, G, 1)."""
     units, top, _, _ = _measured(x)
     total = units.int().sum(-1, keepdim=True, dtype=torch.int32).float()
     zero = (top * (total / torch.full_like(total, FRACTION * x.shape[-1]))).half()

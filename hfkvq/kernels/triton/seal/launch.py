@@ -161,7 +161,7 @@ def _launch(
         if isinstance(parts[0], Tensor) and form.bits == 8:
             # Bytes stand in for fp8, a type that some GPUs lack.
             parts[0] = parts[0].view(torch.uint8)
-        # What may be given stands behind the index, where the kernel takes it.
+        # Tensors that may be given stand behind the index, where the kernel takes them.
         optional = [end + sum(map(bool, given[:i])) if given[i] else None for i in takes]
         return Page(*parts), *tensors[end - 5 : end], *[None if i is None else tensors[i] for i in optional]
 

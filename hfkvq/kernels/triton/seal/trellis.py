@@ -395,7 +395,7 @@ def measure_keys_kernel(page, table, count, new, source, index, widths, weight, 
             b_score = rounded_product(b_scale.to(tl.float32), b_scale.to(tl.float32))
             b_rank = rank_keys(score_key(b_score, p_weight, o_c, m_d[None, :], True, D), 1, BD)
             b_width = (b_rank < N1).to(tl.int32) + (b_rank < SHAPE.N2).to(tl.int32)
-        # Of equal widths the lower channel comes first.
+        # Lower channels of equal widths come first.
         b_rank = rank_keys(tl.where(m_d[None, :], b_width * BD + LAST - o_c, -1), 1, BD)
         tl.store(page.high_index + i_head * N1 + b_rank, o_c, mask=m_d[None, :] & (b_rank < N1))
 
