@@ -27,6 +27,7 @@ from hfkvq.sizes import parse_size
 
 from .base.capture import RECORDERS
 from .base.config_switch import NAME
+from .compile import compile_rungs
 from .eviction.forgetting import kept_pages, page_size, pages_to_spare, score_bytes
 from .layer_state.base import ROLLBACK, unchanged_on_error
 from .layer_state.smoothing import KeySmoothing, measure, of_keys
@@ -618,6 +619,9 @@ class Budget:
     def _go(self, cache: Any, shape: Shape, rungs: Rungs, room: int) -> None:
         """Takes all layers to these rungs, and to buffers of this room; those that become smaller go first."""
         schemes = self.schemes(rungs)
+        # Kernels that a step would compile one by one; mostly they are there already, see `compile_ladder`.
+        new = [x for x, layer in zip(schemes, cache.compressed_layers, strict=True) if x != layer.scheme]
+        self._compile(cache, new, cache.compressed_layers[0].held().windows[2], later=False)
         layers = list(enumerate(zip(cache.compressed_layers, schemes, strict=True)))
         if shape.gone and not any(layer.gone for layer in cache.compressed_layers):
             self._warn(cache._sync.seen)
@@ -637,6 +641,18 @@ class Budget:
             # Should a layer fail, each is where it was or where it was to go.
             self.adopt([layer.scheme for layer in cache.compressed_layers])
             self._tell(cache)
+
+    def compile_ladder(self, cache: Any, keys: Tensor) -> None:
+        """Has a thread compile kernels of the rungs to come, in their order, while there is room.
+
+        Args:
+            keys: (B, H, t, D) of the first layer.
+        """
+        self._compile(cache, (x for rungs in self.down() for x in self.schemes(rungs)), keys, later=True)
+
+    def _compile(self, cache: Any, schemes: Iterable[Scheme], keys: Tensor, later: bool) -> None:
+        fused = cache.graphs is not None and cache.graphs.fuses
+        compile_rungs(cache.config, schemes, keys, cache.compressed_layers[0].record_past, fused, later)
 
     def _warn(self, tokens: int) -> None:
         """Says that a cache begins to forget."""

@@ -462,6 +462,8 @@ class MixedKVCache(Cache):
                 self._compiled = kernels
                 fused = self.graphs is not None and self.graphs.fuses
                 compile_kernels(self.config, self.compressed_layers, key_states, fused)
+                if self.budget is not None and self.graphs is not None:
+                    self.budget.compile_ladder(self, key_states)
         # A model that never asked for mask sizes has updated the recurrent layers before this one already.
         with self.states.invalidated_on_error():
             self._check_capacity(key_states.shape[2])

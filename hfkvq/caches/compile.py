@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -160,13 +162,11 @@ def compile_ahead(
         logger.warning(FAILED, error)
 
 
-def compile_kernels(
-    config: PreTrainedConfig, layers: Sequence[KVLayer], keys: torch.Tensor, fused: bool = False
-) -> None:
+def compile_kernels(config: PreTrainedConfig, layers: Sequence[Any], keys: torch.Tensor, fused: bool = False) -> None:
     """Compiles what a cache on a GPU will launch, before its first layer does; once in a process for caches alike.
 
     Args:
-        layers: of the cache that hold pages.
+        layers: of the cache that hold pages, or stand-ins with their scheme, window and ``record_past``.
         keys: (B, H, t, D) of the first layer: its heads are those of this process, where several share a model.
         fused: whether steps are fused around attention.
     """
@@ -182,6 +182,32 @@ def compile_kernels(
         _compile(kinds, keys.dtype, keys.device, layers[0].record_past, around)
     except Exception as error:
         logger.warning(FAILED, error)
+
+
+def compile_rungs(
+    config: PreTrainedConfig, schemes: Iterable[Scheme], keys: torch.Tensor, several: bool, fused: bool, later: bool
+) -> None:
+    """Compiles what layers launch on rungs of a ladder, a rung at a time, each once in a process; nothing on a CPU.
+
+    Args:
+        schemes: of layers that hold all tokens.
+        keys: (B, H, t, D), any tensor of the shape, dtype and device of the keys.
+        several: whether steps may have several tokens.
+        later: whether a thread does it, while the cache goes on.
+    """
+    if keys.device.type != "cuda":
+        return
+    layers = [SimpleNamespace(scheme=scheme, window=0, record_past=several) for scheme in dict.fromkeys(schemes)]
+    like = keys[:, :, :0].detach()
+
+    def run() -> None:
+        for layer in layers:
+            compile_kernels(config, [layer], like, fused)
+
+    if later:
+        threading.Thread(target=run, name="hfkvq-rungs", daemon=True).start()
+    else:
+        run()
 
 
 @lru_cache(maxsize=1024)

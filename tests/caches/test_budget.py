@@ -829,6 +829,27 @@ def test_files_and_budgets(model, tmp_path):
         torch.testing.assert_close(forward(model, each, prompt(1, 1)), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_kernels_of_a_rung_are_compiled_before_layers_come_to_it(model, monkeypatch):
+    """All of the ladder in its order behind the first layers, and what a step down needs before anything moves."""
+    asked, cache = [], MixedKVCache(model, memory="64MiB")
+    forward(model, cache, prompt(1, 90))
+    monkeypatch.setattr(
+        budget, "compile_rungs", lambda config, schemes, keys, *rest: asked.append((list(schemes), keys.shape, rest))
+    )
+    cache.budget.compile_ladder(cache, cache.compressed_layers[0].held().windows[2])
+    [(ladder, shape, (several, fused, later))] = asked
+    assert (several, fused, later, shape[:2]) == (False, True, True, (1, 2))
+    move = budget.Budget._move
+    monkeypatch.setattr(budget.Budget, "_move", lambda *given: asked.append("move") or move(*given))
+    asked.clear()
+    go(cache, ((0, 0), (1, 1), (0, 1), (0, 0)))
+    (schemes, _, (*_, later)), *moves = asked
+    assert not later
+    assert moves == ["move"] * 2
+    assert len(schemes) == 2
+    assert set(schemes) <= set(ladder)
+
+
 def test_an_order_is_followed(model):
     order = [(2, "keys"), (0, "values"), (2, "keys")]
     cache = MixedKVCache(model, memory="64MiB", order=order)

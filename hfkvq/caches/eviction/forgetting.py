@@ -6,6 +6,8 @@ chooses for itself, and each of a row lets as many go, so that the layer's layou
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -122,8 +124,8 @@ def cut_prompt(layer: LayerBase, scheme: SnapKV, query: Tensor, arguments: Atten
         ValueError: padding stands among tokens. All layers are empty then, as they were before this prompt.
     """
     if layer.padding is not None and layer.padding.source is not None:
-        assert layer.buffer is not None, "a cache with a budget has buffers"
-        for member in layer.buffer.sync.members:
+        own: Any = layer
+        for member in own.buffer.sync.members:
             member.layer.reset()
         raise ValueError(
             "evict: got a first prompt that does not fit, with padding within rows, where no token can be forgotten; "
