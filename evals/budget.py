@@ -16,18 +16,19 @@ Parts, any of which may be left out (``--parts ladder steps fill``), into one JS
 - ``long`` (with ``--shape``): a long prompt, beside `DynamicCache`, on a device of which a part may be used.
 - ``fill``: a short prompt and many steps within a budget that makes the cache go down the whole ladder. ``above`` is
   the peak of PyTorch's allocator above weights, less what such steps take beside a cache with room (``beside``), and
-  must not exceed the budget. ``share`` is the time of all changes, captures included, of the whole. With ``--forget``
+  must not exceed the budget. ``changes`` has seconds of each change: kernels compiled, tokens requantized, the step in
+  Python and the capture; ``share`` is their sum, of the whole. With ``--forget``
   the budget is for half of the tokens, and the cache forgets the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from hfkvq import MixedKVCache
 from hfkvq.caches.budget import Budget, Rungs, Shape, layer_bytes
 from hfkvq.caches.eviction.forgetting import page_size
 from hfkvq.caches.schemes.preset import get_preset
+from hfkvq.caches.step_graphs import StepGraphs
 from hfkvq.measure.divergence import measure, report
 from hfkvq.measure.divergence.naming import OtherCache
 from hfkvq.measure.divergence.windows import cut, find_texts
@@ -225,6 +227,39 @@ def steps(model: Any, given: argparse.Namespace, order: Any) -> list[Record]:
     return found
 
 
+PARTS = {
+    "compile": (Budget, "_compile"),
+    "requantize": (Budget, "_move"),
+    "python": (StepGraphs, "_first"),
+    "capture": (StepGraphs, "_capture"),
+}
+"""Parts of a change, and the methods that do them; `_first` is the step in Python that comes before a capture."""
+
+
+@contextlib.contextmanager
+def parts_timed(device: torch.device) -> Iterator[dict[str, float]]:
+    """Within, seconds of each part of changes add up; the device is waited for around each."""
+    seconds, before = dict.fromkeys(PARTS, 0.0), {name: getattr(*at) for name, at in PARTS.items()}
+
+    def timed(name: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = clock(device)
+            try:
+                return before[name](*args, **kwargs)
+            finally:
+                seconds[name] += clock(device) - start
+
+        return run
+
+    try:
+        for name, (kind, method) in PARTS.items():
+            setattr(kind, method, timed(name))
+        yield seconds
+    finally:
+        for name, (kind, method) in PARTS.items():
+            setattr(kind, method, before[name])
+
+
 def fill(model: Any, given: argparse.Namespace, order: Any) -> Record:
     """A cache that goes down the whole ladder, a token at a time."""
     device, layers = model.device, model.config.get_text_config(decoder=True).num_hidden_layers
@@ -241,21 +276,24 @@ def fill(model: Any, given: argparse.Namespace, order: Any) -> Record:
         sweep(device)
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         cache = MixedKVCache(model, memory=memory, order=order, evict="snapkv" if given.forget else None)
-        spent, changes, most = 0.0, 0, 0
+        spent, changes, most = 0.0, [], 0
         feed(model, cache, ids)
-        start = clock(device)
-        for _ in range(count):
-            rungs, gone = cache.preset, cache.evicted
-            began = time.perf_counter()
+        for _ in range(3):
             one_step(model, cache)
-            if cache.preset is not rungs or cache.evicted != gone:
-                # Two further steps: one in Python, one captured.
+        start = clock(device)
+        with parts_timed(device) as parts:
+            for _ in range(count):
+                rungs, gone, first = cache.preset, cache.evicted, parts.copy()
                 one_step(model, cache)
-                one_step(model, cache)
-                spent += clock(device) - began
-                changes += 1
-            if changes and _ % 64 == 0:
-                most = max(most, cache.memory().total)
+                if cache.preset is not rungs or cache.evicted != gone:
+                    # Two further steps: one in Python, one captured.
+                    one_step(model, cache)
+                    one_step(model, cache)
+                    changes.append({name: parts[name] - first[name] for name in parts} | {"step": _})
+                    spent += sum(parts[name] - first[name] for name in parts)
+                    print(json.dumps(changes[-1]), flush=True)
+                if changes and _ % 64 == 0:
+                    most = max(most, cache.memory().total)
         seconds = clock(device) - start
         peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
         held = max(most, cache.memory().total)
