@@ -124,6 +124,8 @@ def attend_pages(
                         keys.biased(b_biases[n], SUB, BM), run, i_head, b_halves, b_scales, p_head, m_m, D, G, BEK,
                         FORM.walks1, FORM.walks2, BM,
                     )  # fmt: skip
+                    # Eighths of a page do not stand as one product leaves it when they are put together.
+                    b_s = as_product(b_s, SUB, BM)
                     if not RAW:
                         b_s = b_s * unit
                 elif K_CHANNEL:
