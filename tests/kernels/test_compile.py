@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -161,45 +159,6 @@ def test_variants_are_compiled_once_and_found_again(told):
     assert found["said"] == [{"done": done, "compiled": 2}] * 2
     assert found["again"] == [["hadamard_kernel", ""]]
     assert found["compiled"] == 2
-
-
-@pytest.fixture
-def aside():
-    pytest.importorskip("triton")
-    from hfkvq.kernels.triton import compile
-
-    return compile
-
-
-def test_a_process_of_its_own_compiles_before_this_one_looks_into_the_cache(aside, tmp_path):
-    def make():
-        (tmp_path / str(os.getpid())).touch()
-        return os.getpid()
-
-    assert aside._compile_aside(make) == os.getpid()
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_this_process_compiles_where_no_other_is_to_be_had(aside, monkeypatch):
-    def refuse(method):
-        raise ValueError(f"cannot find context for {method!r}")
-
-    monkeypatch.setattr(aside.multiprocessing, "get_context", refuse)
-    assert aside._compile_aside(os.getpid) == os.getpid()
-
-
-@pytest.mark.parametrize(("signum", "wait"), [(signal.SIGSEGV, 0), (signal.SIGKILL, 60)], ids=["crash", "hang"])
-def test_a_compiler_that_crashes_or_hangs_does_not_take_this_process_along(aside, monkeypatch, signum, wait):
-    parent = os.getpid()
-    monkeypatch.setattr(aside, "PATIENCE", 1 if wait else 60)
-
-    def make():
-        assert os.getpid() != parent
-        time.sleep(wait)
-        os.kill(os.getpid(), signum)
-
-    with pytest.raises(RuntimeError, match=f"ended by signal {signum.value}"):
-        aside._compile_aside(make)
 
 
 def test_nothing_is_compiled_on_a_cpu():

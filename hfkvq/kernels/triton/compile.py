@@ -1,24 +1,18 @@
 """Variants of kernels compiled side by side before their first launch, into Triton's cache on disk.
 
-Each variant has a forked process of its own, which compiles and ends: threads would wait for each other at Python's
-lock, at the allocator's and at the kernel's for new pages, and a process that is not forked would first import PyTorch
-for some seconds. Such a process launches nothing and asks CUDA for nothing. Triton's `AsyncCompileMode` says which
-variants differ, and which this process then finds in the cache, some hundredths of a second each.
+Threads of this process do it, by Triton's `AsyncCompileMode`: MLIR, LLVM and ptxas release Python's lock (in Triton 3.6
+and 3.7). Another process would first import PyTorch for some seconds, and a spawned one would run the user's script
+again where that has no ``__main__`` guard. Variants in Triton's cache are loaded, some hundredths of a second each.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import gc
-import hashlib
-import multiprocessing
 import os
-import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -26,15 +20,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton.runtime.cache import get_cache_manager
 
 from ._lib import Gpu, stand_in
 
 MOST = 16
 """Kernels that are compiled at a time."""
-
-PATIENCE = 300
-"""Seconds after which a process that compiles a kernel is ended: a fork of many threads may hang."""
 
 SLOWEST = ("decode_kernel", "latent_kernel", "seal_channel_kernel", "page_norms_kernel", "seal_token_kernel")
 """Kernels that take longest to compile, the longest first."""
@@ -159,9 +149,8 @@ def compile_all(every: Sequence[Wanted], device: torch.device | None) -> list[Co
         try:
             # In a context of its own: where Triton is interrupted, the mode stays on in it.
             found = contextvars.copy_context().run(_submit, every, pool)
-            if device is not None:
-                kernels = {id(each): each for each in found if not isinstance(each, Exception)}
-                list(pool.map(_load, kernels.values()))
+            kernels = {id(each): each for each in found if not isinstance(each, Exception)}
+            list(pool.map(_make_launcher if device is None else _load, kernels.values()))
         except BaseException:
             # An interrupt waits for kernels that have begun, not for the others.
             pool.shutdown(wait=False, cancel_futures=True)
@@ -170,23 +159,11 @@ def compile_all(every: Sequence[Wanted], device: torch.device | None) -> list[Co
     return [Compiled(each.kernel.__name__, error) for each, error in zip(every, errors, strict=True)]
 
 
-class _Aside(triton.AsyncCompileMode):
-    """Mode in which a process of its own compiles each variant that Triton's cache lacks."""
-
-    name = ""
-
-    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
-        """See Triton's mode; ``compile_fn`` loads what the cache has."""
-        cached = get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(f"{self.name}.json")
-        return super().submit(key, compile_fn if cached else partial(_compile_aside, compile_fn), finalize_fn)
-
-
 def _submit(every: Sequence[Wanted], pool: ThreadPoolExecutor) -> list[Any]:
     """Each variant's compiled kernel, or the exception that it raised."""
     found: list[Any] = []
-    with _Aside(pool, ignore_errors=True) as mode, _uncollected():
+    with triton.AsyncCompileMode(pool, ignore_errors=True):
         for each in every:
-            mode.name = each.kernel.__name__
             try:
                 found.append(compile_one(each))
             except Exception as error:
@@ -196,50 +173,6 @@ def _submit(every: Sequence[Wanted], pool: ThreadPoolExecutor) -> list[Any]:
         each if future is None else future.exception() or future.result()
         for each, future in zip(found, futures, strict=True)
     ]
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection: kernels' sources become many objects, and each pass looks at PyTorch's, too."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-def _compile_aside(make: Callable[[], Any]) -> Any:
-    """The kernel that ``make`` compiles, once a process of its own has put it into Triton's cache.
-
-    Raises:
-        RuntimeError: the compiler took its process with it, or did not end in time.
-        Exception: what ``make`` raises.
-    """
-    aside: Any = None
-    # No process is to be had: none more, on this system, or for a process that is a daemon's.
-    with contextlib.suppress(OSError, ValueError, AssertionError):
-        aside = multiprocessing.get_context("fork").Process(target=_compile_and_end, args=(make,))
-        aside.start()
-    if aside is not None and aside.pid is not None:
-        aside.join(PATIENCE)
-        if aside.exitcode is None:
-            aside.kill()
-            aside.join()
-        if aside.exitcode < 0:
-            raise RuntimeError(f"the compiler's process was ended by signal {-aside.exitcode}")
-    # Found in the cache; or compiled here, where this process has to see the compiler's error.
-    return make()
-
-
-def _compile_and_end(make: Callable[[], Any]) -> None:
-    # The parent's objects stay as they are: those that CUDA knows must not be freed here.
-    gc.disable()
-    # An interrupt is the parent's to report.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with contextlib.suppress(Exception):
-        _make_launcher(make())
 
 
 def _load(compiled: Any) -> None:
