@@ -150,7 +150,7 @@ def quantize_pages(
 def _walk_keys(x: Tensor, fmt: PageFormat, widths: Tensor | None) -> list[Tensor]:
     """Pages of keys in trellis codes; without ``widths`` the lowest channels are those raised."""
     rest, zero = centre(x.transpose(2, 3))
-    scale = own_scale(rest, fmt.bits)
+    scale = own_scale(rest)
     made = [scale.squeeze(3).unsqueeze(2), zero.squeeze(3).unsqueeze(2)]
     scale = scale.float()
     codes = encode_with(rest, scale, fmt.bits)

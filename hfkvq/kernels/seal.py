@@ -110,7 +110,7 @@ def channel_widths(
     x, head_dim = keys.float(), keys.shape[-1]
     if name == "error" and fmt.trellis:
         # A walk loses of a channel in proportion to the square of its scale.
-        score = own_scale(centre(x.transpose(-2, -1).flatten(1, 2))[0], fmt.bits).float().square()
+        score = own_scale(centre(x.transpose(-2, -1).flatten(1, 2))[0]).float().square()
         score = score.unflatten(1, keys.shape[1:3]).squeeze(-1)
     elif name == "error":
         groups = Groups(x.unflatten(-2, (-1, fmt.group_size)), float(2**fmt.bits - 1), -2)

@@ -37,9 +37,6 @@ MASK, FLIP = 0x8FFF8FFF, 0x38003800
 SPREAD = 0.8761381
 """Root of the mean square of all numbers of states."""
 
-SPREADS = {2: SPREAD, 1: SPREAD / 0.9}
-"""Root of the mean square of what is walked, by bits: 1-bit walks lose least where numbers are a tenth too small."""
-
 RATIOS = 0.625, 0.171875
 """Scales of a channel's second and third walk, in parts of its own: what walks of 1 and of 2 bits leave of noise."""
 
@@ -161,14 +158,14 @@ def encode(x: Tensor, bits: int = 2) -> tuple[Tensor, Tensor]:
     tokens shorter, which does not average out.
     """
     units, top, squares, deviation = _measured(x)
-    gain = torch.where(squares > 0, torch.full_like(squares, SPREADS[bits]) / deviation, 0.0)
+    gain = torch.where(squares > 0, torch.full_like(squares, SPREAD) / deviation, 0.0)
     loops = _loops((units * gain).half().float(), bits)
     lower = walk(loops.flatten(0, 3)).view(loops.shape[:-1])
     numbers = torch.floor(state_numbers(x.device, bits) * FRACTION + 0.5).int()[_states(lower)]
     along = (_loops(units.int(), bits) * numbers).unflatten(4, (2, 8)).sum((3, 5), dtype=torch.int32)
     # (N, H, pair, half, quarter and lane)
     along = along.unflatten(4, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(2).unsqueeze(-1).float()
-    own, kept = deviation * (1 / (FRACTION * SPREADS[bits])), squares / along
+    own, kept = deviation * (1 / (FRACTION * SPREAD)), squares / along
     scale = top * torch.where((along > 0) & (kept < own + own), kept, own)
     return _packed(lower), scale.clamp(max=F16_MAX).half().transpose(2, 3).contiguous()
 
@@ -181,10 +178,10 @@ def centre(x: Tensor) -> tuple[Tensor, Tensor]:
     return x - zero.float(), zero
 
 
-def own_scale(x: Tensor, bits: int) -> Tensor:
+def own_scale(x: Tensor) -> Tensor:
     """Scales f16 (N, H, G, 1) that lanes f32 (N, H, G, D) have by their deviation."""
     _, top, _, deviation = _measured(x)
-    return (top * (deviation * (1 / (FRACTION * SPREADS[bits])))).clamp(max=F16_MAX).half()
+    return (top * (deviation * (1 / (FRACTION * SPREAD)))).clamp(max=F16_MAX).half()
 
 
 def encode_with(x: Tensor, scale: Tensor, bits: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...pages import WALK, PageFormat
 from ...seal import parse_rule
-from ...trellis import FAR, FARTHEST, FRACTION, RATIOS, SPREADS
+from ...trellis import FAR, FARTHEST, FRACTION, RATIOS, SPREAD
 from .._lib import F16_MAX, power
 from ..launch import Launch
 from ..tiles import put
@@ -24,7 +24,7 @@ from ..trellis import load_numbers, numbers_of
 from .arithmetic import F16_TINY, rounded_product, warps_of
 from .ranks import rank_keys, score_key
 
-PARTS = tl.constexpr(float(FRACTION))
+PARTS, MEAN = tl.constexpr(float(FRACTION)), tl.constexpr(SPREAD)
 NEVER, FARTHEST_NUMBER = tl.constexpr(FAR), tl.constexpr(FARTHEST)
 
 LOOPS = 4
@@ -50,7 +50,6 @@ class WalkShape(NamedTuple):
         ROW: words of a row.
         N1: channels whose rest is walked again.
         KEY_BITS: width of all keys' codes.
-        SPREAD: see `hfkvq.kernels.trellis.SPREADS`.
         FIRST: scale of a channel's second walk, in parts of its own.
         SECOND: of its third walk.
         BA: ALONG, a power of two.
@@ -68,7 +67,6 @@ class WalkShape(NamedTuple):
     ROW: int
     N1: int
     KEY_BITS: int
-    SPREAD: float
     FIRST: float
     SECOND: float
     BA: int
@@ -98,7 +96,7 @@ def measured(p_x, s_x, SHAPE: tl.constexpr):
     b_units = load_units(p_x + o_x * s_x, o_x < SHAPE.ALONG, b_top, b_per).to(tl.int32)
     b_squares = tl.sum(b_units * b_units, 0).to(tl.float32)
     b_deviation = tl.math.sqrt_rn(tl.math.div_rn(b_squares, SHAPE.ALONG * 1.0))
-    b_gain = tl.where(b_squares > 0.0, tl.math.div_rn(SHAPE.SPREAD, tl.maximum(b_deviation, F16_TINY)), 0.0)
+    b_gain = tl.where(b_squares > 0.0, tl.math.div_rn(MEAN, tl.maximum(b_deviation, F16_TINY)), 0.0)
     return b_top, b_per, b_gain, b_squares, b_deviation
 
 
@@ -300,7 +298,7 @@ def seal_trellis_kernel(page, table, count, new, source, index, strides, H, N, M
     if not SHAPE.KEYS:
         for k in tl.static_range(2 * COUNT):
             b_along = tl.sum(b_sums[k], 0).to(tl.float32)
-            b_own = rounded_product(facts[k][4], 1 / (PARTS * SHAPE.SPREAD))
+            b_own = rounded_product(facts[k][4], 1 / (PARTS * MEAN))
             b_kept = tl.math.div_rn(facts[k][3], tl.maximum(b_along, 1.0))
             b_scale = rounded_product(facts[k][0], tl.where((b_along > 0.0) & (b_kept < b_own + b_own), b_kept, b_own))
             p_scale = page.scale + i_head * G + k // 2 * BLOCK + i_slot + k % 2
@@ -329,7 +327,6 @@ class MeasureShape(NamedTuple):
         N1: channels whose rest is walked again.
         N2: those of them whose rest is walked once more.
         RULED: whether channels are ranked by what they would lose.
-        SPREAD: see `hfkvq.kernels.trellis.SPREADS`.
         BD: D, a power of two.
         BG: G, a power of two.
     """
@@ -339,7 +336,6 @@ class MeasureShape(NamedTuple):
     N1: int
     N2: int
     RULED: bool
-    SPREAD: float
     BD: int
     BG: int
 
@@ -380,7 +376,7 @@ def measure_keys_kernel(page, table, count, new, source, index, widths, weight, 
     b_units = in_units(b_x, b_top, b_per).to(tl.int32)
     b_squares = tl.sum(b_units * b_units, 0)[None, :].to(tl.float32)
     b_deviation = tl.math.sqrt_rn(tl.math.div_rn(b_squares, tl.zeros_like(b_squares) + G * 1.0))
-    b_scale = rounded_product(b_top, rounded_product(b_deviation, 1 / (PARTS * SHAPE.SPREAD)))
+    b_scale = rounded_product(b_top, rounded_product(b_deviation, 1 / (PARTS * MEAN)))
     b_scale = tl.minimum(b_scale, F16_MAX).to(tl.float16)
     o_c = o_d[None, :]
     tl.store(page.zero + i_head * D + o_c, b_zero, mask=m_d[None, :])
@@ -420,7 +416,6 @@ def walk_constants(
         ROW=lanes * bits // 2 if walk == 0 else again + twice,
         N1=again,
         KEY_BITS=form.bits,
-        SPREAD=SPREADS[bits],
         FIRST=first,
         SECOND=second,
         BA=power(along),
@@ -431,9 +426,7 @@ def walk_constants(
 
 def measure_constants(form: PageFormat, ruled: bool, tokens: int, head_dim: int) -> tuple[int, dict[str, Any]]:
     """Programs for so many tokens, and what `measure_keys_kernel` takes by name."""
-    shape = MeasureShape(
-        head_dim, form.page_size, *form.walks, ruled, SPREADS[form.bits], power(head_dim), power(form.page_size)
-    )
+    shape = MeasureShape(head_dim, form.page_size, *form.walks, ruled, power(head_dim), power(form.page_size))
     warps = warps_of(shape.BD * shape.BG, MEASURED_THREAD)
     return tokens // form.page_size, {"SHAPE": shape, "num_warps": warps}
 
