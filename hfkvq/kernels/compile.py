@@ -62,6 +62,7 @@ def compile_prompts(
     rule: str = "",
     sums: bool = False,
     balances: Sequence[Balance] = (BALANCE, BALANCE),
+    slots: int = 1,
 ) -> list[tuple[str, str]]:
     """Compiles all that prompts launch whose pages are an engine's blocks, as `compile_layers` does.
 
@@ -72,6 +73,7 @@ def compile_prompts(
         rule: by which raised channels are chosen, or "".
         sums: whether sums of queries weigh them.
         balances: of normed pages of keys and of values.
+        slots: of requests, where the first page is in windows.
 
     Returns:
         Name of each kernel, and the compiler's error or "".
@@ -79,7 +81,7 @@ def compile_prompts(
     if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
         return []
     own: Any = importlib.import_module("hfkvq.kernels.triton.variants")
-    return own.compile_prompts(form, sizes, dtype, device, rule, sums, balances)
+    return own.compile_prompts(form, sizes, dtype, device, rule, sums, balances, slots)
 
 
 def normal(plan: StepPlan) -> StepPlan:

@@ -306,7 +306,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             return
         form, rule, asked, balances = form_of(scheme, head_size)
         sizes = config.model_config.get_num_attention_heads(config.parallel_config), heads, head_size
-        compile_prompts(form, sizes, config.model_config.dtype, device, rule, bool(asked), balances)
+        slots = config.scheduler_config.max_num_seqs
+        compile_prompts(form, sizes, config.model_config.dtype, device, rule, bool(asked), balances, slots)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Metadata of a batch; asks the device for nothing.

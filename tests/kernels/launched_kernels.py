@@ -144,7 +144,12 @@ def run_engine(preset: str, layer: int) -> tuple[Any, ...]:
         given = form, KV_HEADS, DIM, data, (windows[0], windows[1])
         pages = WindowPages(*given, rule, balances, sums if asked else None)
         slot = torch.zeros(3, dtype=I32)
-        pages.take_prompts(query, key, value, WindowPrompts.of(rows, KV_HEADS, slots).placed(Claim(slot, slot, slot)))
+        table, known, past = (torch.zeros(size, dtype=I32) for size in ((3, 5), 3, 3))
+        for sealed in (None, torch.zeros(2, dtype=I32)):
+            kernels.claim(table, known, kernels.new_slots(slots, torch.device("cpu")), PAGE, 1, past, sealed)
+        claim = Claim(slot, slot, slot)
+        pages.take_prompts(query, key, value, WindowPrompts.of(rows, KV_HEADS, slots).placed(claim))
+        pages.restore(table, claim)
     else:
         tails = torch.zeros(3, KV_HEADS, 16, DIM, dtype=BF16)
         pages = LayerPages(form, KV_HEADS, DIM, data, (tails, tails))
@@ -152,7 +157,7 @@ def run_engine(preset: str, layer: int) -> tuple[Any, ...]:
     pages.attend_prompts(query, key, value, rows, 1.0, lambda *_: None, torch.zeros_like(query))
     if windowed:
         pages.finish_prompts()
-    return form, (HEADS, KV_HEADS, DIM), BF16, torch.device("cuda", 0), rule, bool(asked), balances
+    return form, (HEADS, KV_HEADS, DIM), BF16, torch.device("cuda", 0), rule, bool(asked), balances, slots
 
 
 def engine() -> dict[str, list[list[Any]]]:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import MockTensor
 
-from ..pages import PageFormat, Side
+from ..pages import SIDES, PageFormat, Side, StoreFormat
 from .trellis import FIRST_RATIO, SECOND_RATIO, load_numbers
 
 F16_MAX = tl.constexpr(65504.0)
@@ -175,6 +175,15 @@ def page_nest(formats: Sequence[PageFormat], begin: int) -> Callable[[Sequence[A
         return [Page(*page) for page in found]
 
     return pages
+
+
+def part_kinds(form: StoreFormat, heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.dtype]:
+    """Dtypes of the tensors of both sides' pages, as kernels read them."""
+    kinds = []
+    for fmt, side in zip(form.runs[0], SIDES, strict=True):
+        shapes = fmt.shapes(side, heads, head_dim)
+        kinds += [torch.uint8 if fmt.bits == 8 and name == "codes" else shapes[name][1] or dtype for name in shapes]
+    return kinds
 
 
 def page_shape(fmt: PageFormat, side: Side, head_dim: int) -> PageShape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._lib import power
+from .compile import Wanted
 from .launch import Launch
 
 TILE = 8192
@@ -188,6 +189,15 @@ def _launch(
     numbers = {"R": rows, "D": decodes, "N": blocks, "S": slots, "P": sealed, "F": stride}
     grid = (1 + decodes * (blocks > 1),)
     return Launch(claim_kernel, grid, numbers, {**constants, "num_warps": 8 if size == 16 else 16}, device, nest)
+
+
+def claim_wanted(slots: int, page: int, device: torch.device) -> Iterator[Wanted]:
+    """Variants for batches with prompts: of few requests and of many, with pages that are sealed and without."""
+    i32, i64 = torch.int32, torch.int64
+    for rows in {min(rows, slots) for rows in (16, 128, slots)}:
+        for sealed in (0, 1):
+            made = _launch(rows, 0, 2, slots, page, sealed, True, 3, device)
+            yield made.wanted([i32] * (3 + sealed) + [i32, i32, i64, i64, i32] + [i32] * 3)
 
 
 def claim_triton(

@@ -29,6 +29,7 @@ from ._lib import (
     page_nest,
     page_shape,
     page_tensors,
+    part_kinds,
     power,
 )
 from .compile import Wanted
@@ -350,10 +351,7 @@ def requests_wanted(
     i32, strides = torch.int32, (heads * head_dim, head_dim) * 2
     made = _requests_launch(form.spec, heads, (head_dim, head_dim), strides, (1, 1, 1), windowed, device)
     kinds = [dtype] * 4 + [i32] * 2 + [i32, dtype, dtype] * windowed + [i32]
-    for fmt, side in zip(form.runs[0], SIDES, strict=True):
-        shapes = fmt.shapes(side, heads, head_dim)
-        kinds += [torch.uint8 if fmt.bits == 8 and name == "codes" else shapes[name][1] or dtype for name in shapes]
-    return made.wanted(kinds)
+    return made.wanted([*kinds, *part_kinds(form, heads, head_dim, dtype)])
 
 
 def gather_requests_triton(

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..dispatch import reference
 from ..pages import SIDES, StoreFormat
-from ._lib import DOT_DTYPES, cdiv, load_page_in_order, page_block, page_nest, page_shape, power
+from ._lib import DOT_DTYPES, cdiv, load_page_in_order, page_block, page_nest, page_shape, part_kinds, power
+from .compile import Wanted
 from .hadamard import saturated
 from .launch import Launch
 
@@ -72,6 +73,12 @@ def _launch(store: str, heads: int, dims: tuple[int, int], rows: int, blocks: in
 
     grid = (cdiv(formats[0].page_size, block), rows * heads)
     return Launch(restore_kernel, grid, {"N": blocks}, {**constants, "num_warps": WARPS}, device, nest)
+
+
+def restore_wanted(form: StoreFormat, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Wanted:
+    """The variant for pages of a format."""
+    made = _launch(form.spec, heads, (head_dim, head_dim), 1, 1, device)
+    return made.wanted([dtype] * 2 + [torch.int32] * 4 + part_kinds(form, heads, head_dim, dtype))
 
 
 def restore_triton(

@@ -13,6 +13,7 @@ from ..pages import SIDES, PageFormat, StoreFormat
 from ..step import StepPlan
 from ..windows import Sealing
 from .append import NewTokens, append_launch
+from .claim import claim_wanted
 from .compile import GPUS, Compiled, Wanted, compile_all, leave_gpu_alone
 from .decode import decode_wanted
 from .due import due_launch
@@ -25,6 +26,7 @@ from .norms import norms_wanted
 from .place import place_wanted
 from .products import qk_wanted
 from .query_sums import page_weights_wanted, query_sums_wanted
+from .restore import restore_wanted
 from .seal import seal_wanted
 from .step import advance_launch, observe_launch
 from .tiles import INTERPRETED
@@ -56,17 +58,17 @@ def compile_layers(
 
 def compile_prompts(
     form: StoreFormat, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, rule: str, sums: bool,
-    balances: Sequence[Balance],
+    balances: Sequence[Balance], slots: int,
 ) -> list[Compiled]:  # fmt: skip
     """See `hfkvq.kernels.compile.compile_prompts`."""
     if INTERPRETED.value:
         return []
-    return compile_all(list(prompts_wanted(form, sizes, dtype, device, rule, sums, balances)), device)
+    return compile_all(list(prompts_wanted(form, sizes, dtype, device, rule, sums, balances, slots)), device)
 
 
 def prompts_wanted(
     form: StoreFormat, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, rule: str, sums: bool,
-    balances: Sequence[Balance],
+    balances: Sequence[Balance], slots: int,
 ) -> Iterator[Wanted]:  # fmt: skip
     """All that prompts launch whose pages are an engine's blocks; see `hfkvq.kernels.compile.compile_prompts`."""
     query_heads, heads, dim = sizes
@@ -82,6 +84,8 @@ def prompts_wanted(
     yield requests_wanted(form, heads, dim, dtype, device, windowed=form.sink > 0)
     if form.sink:
         yield place_wanted(heads, form.sink, dim, dtype, device)
+        yield restore_wanted(form, heads, dim, dtype, device)
+        yield from claim_wanted(slots, form.sink, device)
     if sums:
         yield page_weights_wanted(query_heads, heads, dim, form.sink, dtype, device)
 
