@@ -1,0 +1,69 @@
+"""Agents whose caches do not fit together: what is computed again, by the way to live with it."""
+
+import argparse
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from evals.late_rounds import answer, held_bytes, play
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, head_dim=64, **sizes)).eval()
+
+
+def args(budget, agents=3):
+    return argparse.Namespace(budget=budget, agents=agents, rounds=2, first=512, turn=64, new=4, chunk=256)
+
+
+def computed(row):
+    return [each["computed"] for each in row["rounds"]]
+
+
+EACH, AGAIN, MORE = 512 + 64, 512 + 64 + 4 + 64, 64 + 1
+"""Tokens of a first turn, a second one from nothing, one behind a cache (which lacks an answer's last token)."""
+
+
+def test_caches_that_fit_go_on(model, tmp_path):
+    row = play(model, "dynamic", args(2**30), tmp_path, 100)
+    assert computed(row) == [3 * EACH, 3 * MORE]
+    assert row["whole"]
+    assert [each["dropped"] for each in row["rounds"]] == [0, 0]
+    assert row["rounds"][1]["kept"] == 3
+
+
+def test_caches_that_went_are_computed_again(model, tmp_path):
+    """The budget holds the compressed caches, but two of the three others."""
+    cache = DynamicCache(config=model.config)
+    ids = torch.ones(1, AGAIN + 3, dtype=torch.int64)
+    answer(model, cache, ids, 1, 512)
+    budget = int(2.5 * held_bytes(cache))
+    dynamic = play(model, "dynamic", args(budget), tmp_path, 100)
+    assert computed(dynamic) == [3 * EACH, 3 * AGAIN]
+    assert dynamic["rounds"][0]["dropped"] == 1
+    assert all(each["bytes"] <= budget for each in dynamic["rounds"])
+    assert computed(play(model, "saw-int4", args(budget), tmp_path, 100)) == [3 * EACH, 3 * MORE]
+
+
+def test_a_store_finds_what_went(model, tmp_path):
+    row = play(model, "saw-int4+store", args(1), tmp_path, 100)
+    assert computed(row) == [3 * EACH, 3 * MORE]
+    assert [each["kept"] for each in row["rounds"]] == [0, 0]
+    assert [each["dropped"] for each in row["rounds"]] == [3, 3]
+
+
+def test_caches_with_a_share_of_the_budget_stay(model, tmp_path):
+    budget = 3 * 800 * 2**10
+    row = play(model, "memory", args(budget), tmp_path, 100)
+    assert computed(row) == [3 * EACH, 3 * MORE]
+    assert 0 < row["rounds"][-1]["bytes"] <= budget
+
+
+def test_a_way_ends_with_its_seconds(model, tmp_path):
+    row = play(model, "dynamic", args(2**30), tmp_path, 0)
+    assert len(row["rounds"]) == 1
+    assert not row["whole"]
