@@ -114,7 +114,7 @@ def rows() -> Iterator[Row]:
             for row in reader(record):
                 row["measures"] = {name: float(f"{value:.4g}") for name, value in row["measures"].items()}
                 row |= {name: round(row[name], 3) for name in ("bits", "total") if row.get(name) is not None}
-                yield row | {"file": path.name, "model": re.sub(r"(?i)[.-]q4_\w+$", "", row["model"])}
+                yield row | {"file": path.name, "model": re.sub(r"[ .-]q4_\w+$", "", row["model"].lower())}
 
 
 def text() -> str:

@@ -27,8 +27,10 @@ USES = {
     "best-4.3": "the least loss",
     DEFAULT_SCHEME: "**the default**: answers close to bf16 in a quarter of its memory",
     "best-2.8": "a fifth less memory than the default, somewhat more loss",
-    "best-2.5": "the least memory; hard tasks begin to suffer",
+    "best-2.5": "a fifth of bf16's memory; hard tasks begin to suffer",
     "trellis-2.5": "`best-2.5` with less loss",
+    "best-2.0": "an eighth of bf16's memory: measure your task first",
+    "best-1.5": "the least memory: measure your task first",
     "saw-int4": "short contexts, and prefixes that requests share",
     "kitty-pro": "a published method, for comparison",
 }

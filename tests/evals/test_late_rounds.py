@@ -57,7 +57,7 @@ def test_a_store_finds_what_went(model, tmp_path):
 
 
 def test_caches_with_a_share_of_the_budget_stay(model, tmp_path):
-    budget = 3 * 800 * 2**10
+    budget = 3 * 2**21
     row = play(model, "memory", args(budget), tmp_path, 100)
     assert computed(row) == [3 * EACH, 3 * MORE]
     assert 0 < row["rounds"][-1]["bytes"] <= budget
