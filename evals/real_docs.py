@@ -34,7 +34,7 @@ USES = {
     "saw-int4": "short contexts, and prefixes that requests share",
     "kitty-pro": "a published method, for comparison",
 }
-"""What presets are for."""
+"""Uses of presets, in the ladder's last column."""
 
 PUBLISHED = ("saw-int4", "kitty-pro")
 """Methods of others in the ladder."""

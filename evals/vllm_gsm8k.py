@@ -63,11 +63,11 @@ class Task:
         return self._shots + self._question.render(row)
 
     def target(self, row: Row) -> str:
-        """What is right."""
+        """The right number of a question."""
         return self._target.render(row)
 
     def is_right(self, row: Row, answer: str) -> bool:
-        """Whether the number that an answer ends with is right."""
+        """An answer is right if the number that it ends with is."""
         found = self._found.findall(answer)
         return bool(found) and self._plain(found[0].strip()) == self._plain(self.target(row))
 

@@ -81,7 +81,7 @@ def write_model(model: str, layers: int | None, folder: str) -> None:
 
 
 def header(kind: str, **more: Any) -> Row:
-    """What each record begins with: device, versions, commit, date."""
+    """Head of a record: device, versions, commit and date."""
     from vllm.platforms import current_platform
 
     found = versions("vllm", "torch", "triton", "transformers")

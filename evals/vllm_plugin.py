@@ -56,7 +56,7 @@ AT_A_TIME, BLOCKS, PREFIXES = 80, 300, (128, 300, 768, 1000)
 
 
 def agreement(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> Row:
-    """Of answers: how many are equal, have the same first token, and the mean share before the first other token."""
+    """Answers compared: how many are equal, how many begin alike, and the mean share before the first other token."""
     shares = []
     for own, other in zip(found, expected, strict=True):
         same = [x == y for x, y in zip(own, other, strict=False)]
@@ -131,10 +131,10 @@ def by_vllm(run: str, asked: argparse.Namespace) -> tuple[Row, Any]:
 
 
 def in_a_process(run: str, asked: argparse.Namespace, environment: dict[str, str]) -> Row:
-    """What a run finds in a process of its own, or its error."""
+    """A run in a process of its own: its record, or its error."""
     command = [sys.executable, "-m", "evals.vllm_plugin", "smol", asked.model, "--run", run, "--tp", str(asked.tp)]
     command += ["--scheme", asked.scheme]
-    # Of several ranks each reports to the same standard output, and the first of them ends with the record.
+    # Several ranks write to one standard output, and the first of them ends with the record.
     done = subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=False)
     lines = [each for each in done.stdout.splitlines() if each.startswith("{")]
     return json.loads(lines[-1]) if lines else {"error": f"exit {done.returncode}"}
@@ -169,7 +169,7 @@ def smol(asked: argparse.Namespace) -> bool:
 
 
 def failures(row: Row, answers: list[list[list[int]]] | None) -> list[str]:
-    """What a run of smol must not show."""
+    """Faults of a run of smol."""
     if answers is None:
         return [row.get("error", "no answers")]
     found = []
