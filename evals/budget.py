@@ -4,7 +4,7 @@
 
 Parts, any of which may be left out (``--parts ladder steps fill``), into one JSON file:
 
-- ``order`` measures each side of each layer a rung up and down (`hfkvq.tuning.order`), if ``--order measure``, on
+- ``order`` measures each side of each layer a rung up and down (`hfkvq.tuning.tune_order`), if ``--order measure``, on
   ``--order-windows`` windows of their own; the order is written beside the JSON file, and the other parts go by it.
 - ``ladder``: KL divergence from `DynamicCache` after a prompt that came in 16 bits and went down step by step, as a
   cache does that fills up, at so many points of the ladder (``--points``); and of the presets. ``ratio`` is that to
@@ -50,7 +50,7 @@ from hfkvq.measure.records import clock, commit, device_name, now, versions
 from hfkvq.measure.tables import markdown_table
 from hfkvq.sizes import parse_size
 from hfkvq.tuning.objectives import TextKLD
-from hfkvq.tuning.order import save_order, tune_order
+from hfkvq.tuning.layerwise import save_order, tune_order
 
 PRESETS = ("full", "best-4.3", "best-3.4", "best-2.8", "best-2.5")
 MUCH = 2**50

@@ -9,7 +9,6 @@ have gone down and the cache may forget, each KV head lets its pages go that the
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -58,7 +57,7 @@ EVICTS = ("snapkv",)
 logger = logging.getLogger(__name__)
 
 ORDER_KIND = "hfkvq order"
-"""Kind of a file with an order, as `hfkvq.tuning.order` writes it."""
+"""Kind of a file with an order, as `hfkvq.tuning.save_order` writes it."""
 
 Rungs = tuple[tuple[int, int], ...]
 """Rung of each layer's keys and values."""
@@ -172,7 +171,7 @@ def read_order(order: Iterable[tuple[int, str]] | str | Path) -> list[tuple[int,
     """
     given: Any = order
     if isinstance(order, (str, Path)):
-        given = read_json(Path(order), ORDER_KIND, "order", "hfkvq.tuning.order").get("order")
+        given = read_json(Path(order), ORDER_KIND, "order", "hfkvq.tuning.save_order").get("order")
     try:
         return [(layer, side) for layer, side in given]
     except (TypeError, ValueError):
@@ -281,12 +280,7 @@ class Budget:
 
     def preset(self) -> Preset:
         """The preset of what the layers are now: neighbours of one scheme are named together."""
-        main, pairs = self.scheme(0, (0, 0)), []
-        for scheme, group in itertools.groupby(enumerate(self.schemes()), key=lambda pair: pair[1]):
-            own = [i for i, _ in group]
-            if scheme != main:
-                pairs.append((str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}", scheme))
-        return Preset(main, tuple(pairs))
+        return Preset.of_layers(self.scheme(0, (0, 0)), self.schemes())
 
     def adopt(self, schemes: Sequence[Scheme]) -> None:
         """Stands where layers of these schemes do.

@@ -9,9 +9,8 @@ if TYPE_CHECKING:
     from .allocation import allocate, make_table, sweep
     from .calibration import calibrate
     from .conversations import Conversation, load_conversations, parse_conversation
-    from .layerwise import LayerPlan, tune_layers
+    from .layerwise import LayerPlan, save_order, tune_layers, tune_order
     from .objectives import LmEvalTasks, ReferenceTasks, TextKLD, Timed
-    from .order import save_order, tune_order
     from .room import fit_room, measure_room
     from .score import Score
     from .sensitivity import Sensitivity
@@ -23,9 +22,8 @@ _HOMES = {
     **dict.fromkeys(("allocate", "make_table", "sweep"), "allocation"),
     "calibrate": "calibration",
     **dict.fromkeys(("Conversation", "load_conversations", "parse_conversation"), "conversations"),
-    **dict.fromkeys(("LayerPlan", "tune_layers"), "layerwise"),
+    **dict.fromkeys(("LayerPlan", "save_order", "tune_layers", "tune_order"), "layerwise"),
     **dict.fromkeys(("LmEvalTasks", "ReferenceTasks", "TextKLD", "Timed"), "objectives"),
-    **dict.fromkeys(("save_order", "tune_order"), "order"),
     **dict.fromkeys(("fit_room", "measure_room"), "room"),
     "Score": "score",
     "Sensitivity": "sensitivity",

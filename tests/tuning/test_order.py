@@ -24,7 +24,7 @@ class Prices:
 
     name, direction = "KLD", "minimize"
 
-    def __call__(self, preset, report=None):
+    def __call__(self, preset):
         value = 0.0
         for layer, scheme in enumerate(preset.by_layer(LAYERS)):
             for side, own in (("keys", scheme.key_scheme), ("values", scheme.value_scheme)):

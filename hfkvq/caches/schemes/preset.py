@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,16 @@ class Preset:
                     raise ValueError(f"layers: layer {layer} is named twice, the second time by {which!r}.")
                 found[layer] = scheme
         return [found.get(layer, self.scheme).in_layer(layer, count) for layer in range(count)]
+
+    @staticmethod
+    def of_layers(main: Scheme, own: Sequence[Scheme], origin: Mapping[str, Any] | None = None) -> Preset:
+        """A preset whose layers have the schemes ``own``; neighbours of one scheme are named together."""
+        pairs = []
+        for scheme, group in itertools.groupby(enumerate(own), key=lambda pair: pair[1]):
+            first, *others = (i for i, _ in group)
+            if scheme != main:
+                pairs.append((f"{first}-{others[-1]}" if others else str(first), scheme))
+        return Preset(main, tuple(pairs), origin or {})
 
     @property
     def schemes(self) -> list[Scheme]:
