@@ -4,7 +4,7 @@
 
 Parts, any of which may be left out (``--parts ladder steps fill``), into one JSON file:
 
-- ``order`` measures each side of each layer a rung up and down (`hfkvq.tuning.tune_order`), if ``--order measure``, on
+- ``order`` measures each side of each layer a rung up and down (`tune_order`), if ``--order measure``, on
   ``--order-windows`` windows of their own; the order is written beside the JSON file, and the other parts go by it.
 - ``ladder``: KL divergence from `DynamicCache` after a prompt that came in 16 bits and went down step by step, as a
   cache does that fills up, at so many points of the ladder (``--points``); and of the presets. ``ratio`` is that to
@@ -38,10 +38,12 @@ from transformers import Cache, DynamicCache
 
 from evals.shapes import build, get_config
 from hfkvq import MixedKVCache
-from hfkvq.caches.budget import Budget, Rungs, Shape, layer_bytes
+from hfkvq.caches.budget import ORDER_KIND, Budget, Move, Rungs, Shape, layer_bytes
 from hfkvq.caches.eviction.forgetting import page_size
-from hfkvq.caches.schemes.preset import get_preset
+from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.caches.step_graphs import StepGraphs
+from hfkvq.caches.store import SIDES
+from hfkvq.kernels.pages import Side
 from hfkvq.measure.divergence import measure, report
 from hfkvq.measure.divergence.naming import OtherCache
 from hfkvq.measure.divergence.windows import cut, find_texts
@@ -49,8 +51,9 @@ from hfkvq.measure.models import find_model, load_model, load_tokenizer
 from hfkvq.measure.records import clock, commit, device_name, now, versions
 from hfkvq.measure.tables import markdown_table
 from hfkvq.sizes import parse_size
+from hfkvq.tuning.layerwise import gain_of
 from hfkvq.tuning.objectives import TextKLD
-from hfkvq.tuning.layerwise import save_order, tune_order
+from hfkvq.tuning.score import Objective
 
 PRESETS = ("full", "best-4.3", "best-3.4", "best-2.8", "best-2.5")
 MUCH = 2**50
@@ -346,6 +349,39 @@ def long(given: argparse.Namespace) -> Record:
     return found
 
 
+def tune_order(objective: Objective, layers: int, dim: int) -> list[tuple[int, Side]]:
+    """Sides of layers in the order in which a cache with a budget takes them down: least loss for each saved bit first.
+
+    The middle of the ladder is measured, then it with one side of one layer a rung up or down.
+
+    Args:
+        objective: measures presets, e.g. `hfkvq.tuning.objectives.TextKLD`; 2 to 4 times a layer.
+        layers: of the model.
+        dim: of a head.
+    """
+    budget = Budget(1, layers, dim)
+    middle = budget.scheme(0, (1, 1))
+    start, own = objective(Preset(middle)), Preset(middle).by_layer(layers)
+    # Layers in which a preset differs have rungs of their own; the middle rung is alike in all.
+    last = {(move.layer, move.side): move.rung for move in budget.moves}
+    near = max(range(layers), key=lambda layer: sum(last.get((layer, side), 0) for side in SIDES))
+    prices: dict[Move, float] = {}
+    for move in budget.moves:
+        layer, side, rung = move
+        # A step to the middle rung is measured from above.
+        other = 0 if rung == 1 else rung
+        scheme = budget.scheme(near, (other, 1) if side == "keys" else (1, other))
+        score = objective(Preset.of_layers(middle, [*own[:layer], scheme, *own[layer + 1 :]]))
+        loss = gain_of(objective, score, start) * (1 if rung == 1 else -1)
+        saved = budget.bits(layer, side, rung - 1) - budget.bits(layer, side, rung)
+        prices[move] = max(loss, 0.0) / saved
+        if rung > 1:
+            # A side comes to a rung by the one above.
+            prices[move] = max(prices[move], prices[move._replace(rung=rung - 1)])
+    # Equal prices go by depth, as the moves do: sorting keeps their order.
+    return [(move.layer, move.side) for move in sorted(budget.moves, key=lambda move: (prices[move], move.rung))]
+
+
 def main() -> None:
     """Runs the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -410,7 +446,9 @@ def main() -> None:
         objective = TextKLD(model, windows.tokens[own], prefill=given.prompt, chunk=16, batch_size=given.batch_size)
         pairs = tune_order(objective, text.num_hidden_layers, shape_of(model, 1).key_dim)
         order = given.json.with_suffix(".order.json")
-        save_order(order, pairs, {key: record[key] for key in ("date", "commit", "device", "model")})
+        origin = {key: record[key] for key in ("date", "commit", "device", "model")}
+        held = {"kind": ORDER_KIND, "order": pairs, "origin": origin}
+        order.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
         keep("order", pairs)
         order = str(order)
     if "ladder" in given.parts:

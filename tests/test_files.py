@@ -8,12 +8,13 @@ import json
 import sys
 from pathlib import Path
 
+import optuna
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evals import kernel_bench as kernels
-from hfkvq.bounded import MOST_LEVELS, parse_json
+from hfkvq.bounded import MOST_LEVELS, load_json, parse_json
 from hfkvq.caches import get_preset
 from hfkvq.caches.schemes.preset import Preset
 from hfkvq.caches.tags import ChatFormat
@@ -22,13 +23,12 @@ from hfkvq.kernels.triton import configs
 from hfkvq.measure.divergence.windows import read_file
 from hfkvq.tuning.conversations import load_conversations
 from hfkvq.tuning.sensitivity import Sensitivity
-from hfkvq.tuning.storage import open_storage
-from hfkvq.tuning.study import load_study
+from hfkvq.tuning.study import SETUP, load_study
 
 PRESET = get_preset("kitty", {"0": "full"}).to_dict()
 ORIGIN = {"model": "m", "config": "c", "template": "t", "data": "d", "requests": 1, "layers": [0], "versions": {}}
 TAG = "older|text|obs"
-JOURNAL = {"op_code": 0, "worker_id": "w", "study_name": "s", "directions": [1]}
+SPACE = {"boost_ratio": {"name": "CategoricalDistribution", "attributes": {"choices": [0.1, 0.2]}}}
 CHAT = {"name": "mine", "spans": [{"start": "<a>", "end": "</a>", "role": "user"}], "openings": []}
 
 
@@ -37,19 +37,13 @@ def bit_table(tmp: Path) -> dict:
     return json.loads(tmp.read_text())
 
 
-def read_journal(path: Path) -> None:
-    log = path.with_suffix(".log")
-    log.write_text(path.read_text() + "\n")
-    open_storage(str(log))
-
-
 def read_study(path: Path) -> None:
-    """What a study of ours keeps with it, in a journal that is sound."""
-    setup = parse_json(path.read_text())
-    log = path.with_suffix(".journal")
-    lines = [JOURNAL, {"op_code": 2, "worker_id": "w", "study_id": 0, "user_attr": {"hfkvq": setup}}]
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    load_study(str(log), "s")
+    """What a study of ours keeps with it, in a database that is sound."""
+    storage = f"sqlite:///{path.with_suffix('.db')}"
+    if not path.with_suffix(".db").exists():
+        optuna.create_study(study_name="s", storage=storage, directions=["minimize", "minimize"])
+    optuna.load_study(study_name="s", storage=storage).set_user_attr(SETUP, load_json(path))
+    load_study(storage, "s")
 
 
 # A reader, and a file that it reads.
@@ -70,11 +64,13 @@ READERS = {
     "conversations": (load_conversations, {"messages": [{"role": "user", "content": "x"}], "tools": []}),
     "chat format": (ChatFormat.from_file, CHAT),
     "tuning": (configs._parse, {"gpu": {"decode": {"key": {"warps": 4}}}}),
-    "journal": (read_journal, JOURNAL),
-    "study": (read_study, {"space": {}, "scheme": PRESET}),
+    "study": (
+        read_study,
+        {"space": SPACE, "scheme": PRESET, "cost": "total_bits", "direction": "minimize", "objective": "KLD"},
+    ),
     "text": (lambda path: read_file(path, "text"), {"text": "words"}),
 }
-LINES = ("conversations", "text", "journal")
+LINES = ("conversations", "text")
 
 values = st.recursive(
     st.none()
@@ -148,7 +144,7 @@ def test_damaged_files(name, tmp_path):
     damage()
 
 
-@pytest.mark.parametrize("name", ["table", "preset", "kernels", "text", "conversations", "sensitivity"])
+@pytest.mark.parametrize("name", ["table", "preset", "kernels", "text", "conversations", "sensitivity", "study"])
 def test_a_byte_order_mark_is_no_part_of_a_file(name, tmp_path):
     """Sound files are read, or the tests above would test nothing."""
     file = tmp_path / f"file{'.jsonl' if name in LINES else '.json'}"

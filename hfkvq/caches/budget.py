@@ -57,7 +57,7 @@ EVICTS = ("snapkv",)
 logger = logging.getLogger(__name__)
 
 ORDER_KIND = "hfkvq order"
-"""Kind of a file with an order, as `hfkvq.tuning.save_order` writes it."""
+"""Kind of a file with an order, as `evals/budget.py` writes it."""
 
 Rungs = tuple[tuple[int, int], ...]
 """Rung of each layer's keys and values."""
@@ -171,13 +171,13 @@ def read_order(order: Iterable[tuple[int, str]] | str | Path) -> list[tuple[int,
     """
     given: Any = order
     if isinstance(order, (str, Path)):
-        given = read_json(Path(order), ORDER_KIND, "order", "hfkvq.tuning.save_order").get("order")
+        given = read_json(Path(order), ORDER_KIND, "order", "evals/budget.py --order measure").get("order")
     try:
         return [(layer, side) for layer, side in given]
     except (TypeError, ValueError):
         raise ValueError(
             f"order: got {order!r}, allowed (layer, side) pairs such as [(0, 'values')], or a file of them as "
-            "hfkvq.tuning.save_order writes it."
+            "evals/budget.py writes it."
         ) from None
 
 

@@ -106,7 +106,7 @@ class MixedKVCache(Cache):
             (`hfkvq.caches.budget`). Everything counts that `memory` counts, and the copies that a step down makes.
             With ``max_cache_len`` the widths are chosen at once, for the whole capacity.
         order: with ``memory``, the order in which layers go down: (layer, "keys" or "values") pairs, or a file that
-            `hfkvq.tuning.save_order` wrote. None goes by depth.
+            `evals/budget.py` wrote. None goes by depth.
         evict: with ``memory``, ``"snapkv"`` lets the cache forget tokens where all layers have gone down and the next
             ones do not fit: in each KV head whole pages, those that the newest 64 queries attend to least, or of a
             first prompt such tokens; never the sink, or the newest 64 tokens. A warning says so when the first token

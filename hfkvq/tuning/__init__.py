@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from .allocation import allocate, make_table, sweep
     from .calibration import calibrate
     from .conversations import Conversation, load_conversations, parse_conversation
-    from .layerwise import LayerPlan, save_order, tune_layers, tune_order
-    from .objectives import LmEvalTasks, ReferenceTasks, TextKLD, Timed
+    from .layerwise import LayerPlan, tune_layers
+    from .objectives import LmEvalTasks, TextKLD, Timed
     from .room import fit_room, measure_room
     from .score import Score
     from .sensitivity import Sensitivity
@@ -22,8 +22,8 @@ _HOMES = {
     **dict.fromkeys(("allocate", "make_table", "sweep"), "allocation"),
     "calibrate": "calibration",
     **dict.fromkeys(("Conversation", "load_conversations", "parse_conversation"), "conversations"),
-    **dict.fromkeys(("LayerPlan", "save_order", "tune_layers", "tune_order"), "layerwise"),
-    **dict.fromkeys(("LmEvalTasks", "ReferenceTasks", "TextKLD", "Timed"), "objectives"),
+    **dict.fromkeys(("LayerPlan", "tune_layers"), "layerwise"),
+    **dict.fromkeys(("LmEvalTasks", "TextKLD", "Timed"), "objectives"),
     **dict.fromkeys(("fit_room", "measure_room"), "room"),
     "Score": "score",
     "Sensitivity": "sensitivity",
@@ -35,7 +35,6 @@ __all__ = [
     "Conversation",
     "LayerPlan",
     "LmEvalTasks",
-    "ReferenceTasks",
     "Score",
     "Sensitivity",
     "TextKLD",
@@ -49,11 +48,9 @@ __all__ = [
     "make_table",
     "measure_room",
     "parse_conversation",
-    "save_order",
     "sweep",
     "tune",
     "tune_layers",
-    "tune_order",
 ]
 
 

@@ -1,26 +1,21 @@
-"""`tune_layers`: a scheme for each layer within a budget of bits. `tune_order`: layers in the order of their losses.
+"""`tune_layers`: a scheme for each layer within a budget of bits.
 
-Not from a paper. For `tune_layers` a table has the score of the base with one layer changed. Changes are then made by gain per bit. Layers
-influence each other, so each change is measured in the state that earlier ones have led to, and stays if it still gains.
+Not from a paper. A table has the score of the base with one layer changed. Changes are then made by gain per bit.
+Layers influence each other, so each change is measured in the state that earlier ones have led to.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import hfkvq
-from hfkvq.caches.budget import ORDER_KIND, Budget, Move
 from hfkvq.caches.schemes.base import Scheme, list_schemes
 from hfkvq.caches.schemes.preset import Preset, get_preset
-from hfkvq.caches.store import SIDES
-from hfkvq.kernels.pages import Side
 from hfkvq.measure.records import now
 
 from .score import Objective, Score
@@ -62,8 +57,8 @@ def tune_layers(
 ) -> LayerPlan:
     """Chooses a scheme for each layer.
 
-    The base is measured, then the base with each layer changed to each candidate. From there the change of greatest gain
-    per bit that fits is made and measured, and taken back if it does not gain, until none is left.
+    The base is measured, then the base with each layer changed to each candidate. From there the change of greatest
+    gain per bit that fits is made and measured, and taken back if it does not gain, until none is left.
 
     Args:
         base: of every layer; it may have layers of its own.
@@ -90,8 +85,8 @@ def tune_layers(
         score = objective(Preset.of_layers(start.scheme, own))
         if not (math.isfinite(score.value) and math.isfinite(score.total_bits)):
             raise ValueError(
-                f"objective: got {score.value} at {score.total_bits} total bits for {what}, allowed numbers; leave this "
-                "candidate out, or fix the objective."
+                f"objective: got {score.value} at {score.total_bits} total bits for {what}, allowed numbers; leave "
+                "this candidate out, or fix the objective."
             )
         if on_score is not None:
             on_score(what, score)
@@ -155,51 +150,3 @@ def _named(candidates: Candidates) -> dict[str, Scheme]:
         if scheme not in found.values():
             found[name or (what if isinstance(what, str) else known.get(scheme, repr(scheme)))] = scheme
     return found
-
-
-def tune_order(objective: Objective, layers: int, dim: int) -> list[tuple[int, Side]]:
-    """Sides of layers in the order in which a cache with a budget takes them down: least loss for each saved bit first.
-
-    The middle of the ladder is measured, then it with one side of one layer a rung up or down.
-
-    Args:
-        objective: measures presets, e.g. `hfkvq.tuning.objectives.TextKLD`; 2 to 4 times a layer.
-        layers: of the model.
-        dim: of a head.
-    """
-    budget = Budget(1, layers, dim)
-    middle = budget.scheme(0, (1, 1))
-    start, own = objective(Preset(middle)), Preset(middle).by_layer(layers)
-    # Layers in which a preset differs have rungs of their own; the middle rung is alike in all.
-    last = {(move.layer, move.side): move.rung for move in budget.moves}
-    near = max(range(layers), key=lambda layer: sum(last.get((layer, side), 0) for side in SIDES))
-    prices: dict[Move, float] = {}
-    for move in budget.moves:
-        layer, side, rung = move
-        # A step to the middle rung is measured from above.
-        other = 0 if rung == 1 else rung
-        scheme = budget.scheme(near, (other, 1) if side == "keys" else (1, other))
-        score = objective(Preset.of_layers(middle, [*own[:layer], scheme, *own[layer + 1 :]]))
-        loss = gain_of(objective, score, start) * (1 if rung == 1 else -1)
-        saved = budget.bits(layer, side, rung - 1) - budget.bits(layer, side, rung)
-        prices[move] = max(loss, 0.0) / saved
-        if rung > 1:
-            # A side comes to a rung by the one above.
-            prices[move] = max(prices[move], prices[move._replace(rung=rung - 1)])
-    # Equal prices go by depth, as the moves do: sorting keeps their order.
-    return [(move.layer, move.side) for move in sorted(budget.moves, key=lambda move: (prices[move], move.rung))]
-
-
-def save_order(path: str | Path, order: list[tuple[int, Side]], origin: dict[str, Any]) -> None:
-    """Writes an order as JSON, which ``MixedKVCache(model, memory=..., order=path)`` takes.
-
-    Args:
-        path: of the file, which is replaced.
-        order: pairs of a layer and "keys" or "values", those first that go down first.
-        origin: plain data that says how it was measured.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    text = json.dumps({"kind": ORDER_KIND, "order": order, "origin": origin}, indent=1)
-    Path(path).write_text(text + "\n", encoding="utf-8")

@@ -1,11 +1,11 @@
-"""Objectives: KL divergence on text, lm-eval's tasks, the reference tasks, and milliseconds beside any of them."""
+"""Objectives: KL divergence on text, lm-eval's tasks, and milliseconds beside either of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,10 +17,7 @@ from hfkvq.measure.divergence.intervals import mean_interval
 from hfkvq.measure.divergence.measurement import measure
 from hfkvq.measure.records import clock
 
-from .score import Objective, Report, Score
-
-if TYPE_CHECKING:
-    from hfkvq.measure.demo.prompts import Subject
+from .score import Objective, Score
 
 
 class TextKLD:
@@ -33,7 +30,6 @@ class TextKLD:
         chunk: tokens fed at a time.
         batch_size: windows run together.
         tokenizer: for schemes that read roles.
-        parts: number of reports in a trial; the windows are divided evenly.
     """
 
     name = "KLD"
@@ -48,36 +44,33 @@ class TextKLD:
         chunk: int = 16,
         batch_size: int = 1,
         tokenizer: Any = None,
-        parts: int = 1,
     ) -> None:
         self.model, self.tokens, self.tokenizer = model, tokens, tokenizer
         self.prefill, self.chunk, self.batch_size = prefill, chunk, batch_size
-        self.parts = max(1, min(parts, len(tokens)))
 
-    def __call__(self, preset: Preset, report: Report | None = None) -> Score:
+    def __call__(self, preset: Preset) -> Score:
         """Each window counts as one sample: its tokens are not independent."""
-        means: list[float] = []
-        held = bf16 = bits = keys = 0.0
-        for step, tokens in enumerate(self.tokens.tensor_split(self.parts)):
-            found = measure(
-                self.model,
-                tokens,
-                {"": preset},
-                prefill=self.prefill,
-                chunk=self.chunk,
-                batch_size=self.batch_size,
-                tokenizer=self.tokenizer,
-            ).schemes[0]
-            means += found.kld.double().mean(1).tolist()
-            bill, rows = found.bill, len(tokens)
-            held, bf16 = held + rows * bill.held_bytes, bf16 + rows * bill.bf16_bytes
-            bits, keys = bits + rows * bill.code_bits, keys + rows * bill.key_bits
-            if report is not None:
-                report(step, math.fsum(means) / len(means))
-        n = len(means)
+        found = measure(
+            self.model,
+            self.tokens,
+            {"": preset},
+            prefill=self.prefill,
+            chunk=self.chunk,
+            batch_size=self.batch_size,
+            tokenizer=self.tokenizer,
+        ).schemes[0]
+        means, bill = found.kld.double().mean(1).tolist(), found.bill
         low, high = mean_interval(means) or (None, None)
-        spread = {"samples": n, "low": low, "high": high}
-        return Score(math.fsum(means) / n, 16 * held / bf16, bits / n, held / n, key_bits=_known(keys / n), **spread)
+        return Score(
+            _mean(means),
+            bill.total_bits,
+            bill.code_bits,
+            bill.held_bytes,
+            samples=len(means),
+            low=low,
+            high=high,
+            key_bits=None if math.isnan(bill.key_bits) else bill.key_bits,
+        )
 
 
 class LmEvalTasks:
@@ -109,7 +102,7 @@ class LmEvalTasks:
         self.metrics = {name: metric or None for name, _, metric in (task.partition(":") for task in tasks)}
         self.task_manager = task_manager
 
-    def __call__(self, preset: Preset, report: Report | None = None) -> Score:
+    def __call__(self, preset: Preset) -> Score:
         """Tasks count alike; the interval is over samples."""
         import lm_eval
 
@@ -134,10 +127,6 @@ class LmEvalTasks:
         return Score(value, total, code, cost["peak_cache_bytes"], key_bits=cost["key_bits"], **spread)
 
 
-def _known(bits: float) -> float | None:
-    return None if math.isnan(bits) else bits
-
-
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
@@ -154,48 +143,6 @@ def _values(samples: Mapping[str, list[dict[str, Any]]], task: str, metric: str 
         known = sorted({f"{each},{row['filter']}" for row in rows for each in row["metrics"]})
         raise ValueError(f"tasks: {task!r} has no metric {metric!r}; it has {', '.join(known)}.")
     return [float(value) for value in found]
-
-
-class ReferenceTasks:
-    """Share of right answers of the reference model's own tasks (`hfkvq demo`).
-
-    Args:
-        subject: the model, from `hfkvq.measure.demo.prompts.load`.
-        tasks: as `hfkvq demo` names them.
-        batch_size: prompts run together.
-        seed: another seed asks other questions.
-    """
-
-    name = "right answers"
-    direction: Literal["minimize", "maximize"] = "maximize"
-
-    def __init__(
-        self, subject: Subject, tasks: Sequence[str], *, samples: int = 16, batch_size: int = 16, seed: int = 0
-    ) -> None:
-        from hfkvq.measure.demo.prompts import make_batches
-
-        self.subject = subject
-        self.batches = [
-            batch for task in tasks for batch in make_batches(subject, task, samples, batch_size, seed, None)
-        ]
-
-    def __call__(self, preset: Preset, report: Report | None = None) -> Score:
-        """Every answer is a sample."""
-        from hfkvq.measure.demo.answers import answer, read_memory, texts
-        from hfkvq.measure.demo.prompts import is_right
-
-        right: list[float] = []
-        held = bf16 = bits = keys = most = 0.0
-        for batch in self.batches:
-            found = answer(self.subject, batch, make_cache(self.subject.model, preset, self.subject.tokenizer))
-            written = texts(self.subject, found)
-            right += [is_right(self.subject, x, text) for x, text in zip(batch.examples, written, strict=True)]
-            memory = read_memory(found.cache, batch.mask)
-            held, bf16, most = held + memory.held, bf16 + memory.bf16, max(most, memory.held)
-            bits, keys = bits + memory.code_bits * memory.bf16, keys + memory.key_bits * memory.bf16
-        low, high = mean_interval(right) or (None, None)
-        spread = {"samples": len(right), "low": low, "high": high}
-        return Score(_mean(right), 16 * held / bf16, bits / bf16, most, key_bits=_known(keys / bf16), **spread)
 
 
 class Timed:
@@ -217,9 +164,9 @@ class Timed:
         self.name = objective.name
         self.direction: Literal["minimize", "maximize"] = objective.direction
 
-    def __call__(self, preset: Preset, report: Report | None = None) -> Score:
+    def __call__(self, preset: Preset) -> Score:
         """Measures both."""
-        score = self.objective(preset, report)
+        score = self.objective(preset)
         return replace(score, milliseconds=self.milliseconds(preset))
 
     @torch.inference_mode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -63,10 +62,6 @@ class Score:
         return Score(**{**values, "code_bits": math.nan if values["code_bits"] is None else values["code_bits"]})
 
 
-Report = Callable[[int, float], None]
-"""Function that takes the number of the part just measured and the value so far; raises to stop early."""
-
-
 @runtime_checkable
 class Objective(Protocol):
     """Measure of a cache: any callable with these attributes, such as those in `hfkvq.tuning.objectives`.
@@ -79,6 +74,6 @@ class Objective(Protocol):
     name: str
     direction: Literal["minimize", "maximize"]
 
-    def __call__(self, preset: Preset, report: Report | None = None) -> Score:
+    def __call__(self, preset: Preset) -> Score:
         """Measures a cache."""
         ...

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from hfkvq.bounded import parse_json
 from hfkvq.caches import Preset, get_preset, list_schemes
-from hfkvq.measure.demo.prompts import default_tasks, full_name, load
 from hfkvq.measure.divergence import subject as subjects
 from hfkvq.measure.divergence.intervals import check_scipy
 from hfkvq.measure.divergence.windows import cut, find_texts
@@ -26,14 +24,14 @@ from hfkvq.measure.tables import new_table
 from hfkvq.progress import progress_bar
 from hfkvq.version import __version__
 
-from .objectives import LmEvalTasks, ReferenceTasks, TextKLD, Timed
+from .objectives import LmEvalTasks, TextKLD, Timed
 from .room import COVERAGE, fit_room, raises_by_threshold
 from .score import COSTS, Objective, Score
 from .sensitivity import Sensitivity
 from .storage import open_storage
 from .study import Point, TuningStudy, space_of, tune, words_of
 
-OBJECTIVES = ("kld", "reference", "tasks")
+OBJECTIVES = ("kld", "tasks")
 
 BUDGETS = tuple(round(2 + step / 5, 1) for step in range(11))
 """Mean code bits of a token, for tables of TriAxialKV."""
@@ -63,9 +61,8 @@ class Plan:
 
     @property
     def measured_on(self) -> dict[str, Any]:
-        """Conditions of the scores. The seed is one with the reference tasks, whose questions it chooses."""
-        fixed = {name: x for name, x in self.about.items() if name != "seed" or self.about["objective"] == "reference"}
-        return {"model": self.model, **fixed}
+        """Conditions of the scores. The seed is none: what it chooses, text and trials, is compared by itself."""
+        return {"model": self.model, **{name: x for name, x in self.about.items() if name != "seed"}}
 
 
 def make_plan(
@@ -83,7 +80,6 @@ def make_plan(
     prefill: int | None,
     chunk: int,
     batch_size: int,
-    metadata: str | None,
     cost: str,
     milliseconds: bool,
     seed: int,
@@ -108,9 +104,6 @@ def make_plan(
         raise ValueError("tasks: got none; name lm-eval's tasks with --tasks, e.g. --tasks gsm8k.")
     if objective == "kld" and tasks:
         raise ValueError(f"tasks: got {','.join(tasks)}, allowed none with the objective kld; give --objective tasks.")
-    if metadata is not None and objective != "tasks":
-        raise ValueError(f"metadata: got {metadata!r}, allowed none with the objective {objective!r}; leave it out.")
-    extra = _metadata(metadata)
     thresholds = raises_by_threshold(preset)
     if (text or dataset) and objective != "kld" and not thresholds:
         raise ValueError(f"text: got text, but the objective {objective!r} does not use it; leave it out.")
@@ -124,14 +117,12 @@ def make_plan(
 
         tables = {point.budget: point.table.bits for point in sweep(Sensitivity.load(sensitivity), BUDGETS)}
     space_of(preset.scheme, space, optional=bool(tables))
-    for task in tasks if objective == "reference" else ():
-        full_name(task)
     kind = None if dtype == "auto" else getattr(torch, dtype)
     checkpoint = subjects.find_checkpoint(model)
     subjects.check_schemes(checkpoint, {"": preset})
     given = find_texts(text, None, "test", "text", False, seed) if text else None
     # Opened anew by `run`; before anything slow it tells whether it can be, but not before text that is short.
-    if objective != "kld" or not text:
+    if objective == "kld" and not text:
         open_storage(storage)
     about: dict[str, Any] = {
         "objective": objective,
@@ -163,17 +154,11 @@ def make_plan(
         other: Objective = TextKLD(loaded, windows.tokens[samples:], **shared)
         about |= {"context": context, "prefill": prompt, "chunk": chunk, "tokens_sha256": windows.sha256}
         tokens = windows.tokens[:samples]
-    elif objective == "reference":
-        subject = load(checkpoint.source, device=device, dtype=kind, outliers=outliers)
-        names, loaded = tasks or default_tasks(model), subject.model
-        one = ReferenceTasks(subject, names, samples=samples, batch_size=batch_size, seed=seed)
-        other = ReferenceTasks(subject, names, samples=held_out, batch_size=batch_size, seed=seed + 1)
-        about["tasks"] = list(tasks)
     else:
         if outliers is not None:
-            raise ValueError("outliers: lm-eval loads the model itself; use --objective kld or reference.")
+            raise ValueError("outliers: lm-eval loads the model itself; use --objective kld.")
         loaded, one, other = _lm_eval(
-            checkpoint.source, tasks, samples, held_out, batch_size, str(device), dtype, extra
+            checkpoint.source, tasks, samples, held_out, batch_size, str(device), dtype, storage
         )
         about["tasks"] = list(tasks)
     if milliseconds:
@@ -188,16 +173,6 @@ def make_plan(
     return Plan(preset, one, other, checkpoint.source.name, about, cost, tables, fit)
 
 
-def _metadata(text: str | None) -> dict[str, Any]:
-    try:
-        found = parse_json(text) if text is not None else {}
-    except ValueError as error:
-        raise ValueError(f"metadata: got {text!r}, which is not JSON ({error}); allowed a JSON object.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"metadata: got {text!r}, allowed a JSON object.")
-    return found
-
-
 def _lm_eval(
     source: Source,
     tasks: Sequence[str],
@@ -206,16 +181,17 @@ def _lm_eval(
     batch_size: int,
     device: str,
     dtype: str,
-    extra: Mapping[str, Any],
+    storage: str | None,
 ) -> tuple[Any, Objective, Objective]:
     from lm_eval.tasks import TaskManager
 
     from hfkvq.lm_eval.model import HFKVQ
 
-    manager = TaskManager(metadata={"pretrained": source.path, **extra})
+    manager = TaskManager(metadata={"pretrained": source.path})
     for name in (task.partition(":")[0] for task in tasks):
         if name not in manager.all_tasks:
             raise ValueError(f"tasks: got {name!r}, which lm-eval does not know; `lm-eval ls tasks` lists them.")
+    open_storage(storage)
     make: Any = HFKVQ
     lm = make(pretrained=source.path, device=device, dtype=dtype, batch_size=batch_size)
     numbers = list(range(samples + held_out))
@@ -276,8 +252,7 @@ def conclude(plan: Plan, study: TuningStudy, limits: Mapping[Any, float], confir
     """
     study.confirm(plan.held_out, confirm, limits)
     study.refer(_published(plan), plan.objective, plan.held_out)
-    asked: dict[str, Any] = {f"max_{name}": limit for name, limit in limits.items()}
-    return study.pick(**asked)
+    return study.pick(limits)
 
 
 def _published(plan: Plan) -> dict[str, Preset]:

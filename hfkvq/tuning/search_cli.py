@@ -55,10 +55,8 @@ def tune(
     scheme: Annotated[str, typer.Argument(help="Preset, also with fixed options: arkv:budget_tokens=512.")],
     model: Model = None,
     outliers: Outliers = None,
-    objective: Annotated[
-        str, typer.Option(help="kld (on text), reference (right answers) or tasks (lm-eval's, with --tasks).")
-    ] = "kld",
-    tasks: Annotated[str | None, typer.Option(help="Tasks for --objective tasks or reference.")] = None,
+    objective: Annotated[str, typer.Option(help="kld (on text) or tasks (lm-eval's, with --tasks).")] = "kld",
+    tasks: Annotated[str | None, typer.Option(help="Tasks for --objective tasks.")] = None,
     samples: Annotated[
         int, typer.Option(min=2, help="Windows of text, or documents of each task, that the search sees.")
     ] = 8,
@@ -72,7 +70,6 @@ def tune(
     prefill: Annotated[int | None, tokens_option(r"Of these, the prompt. \[default: three quarters]", 2)] = None,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time after the prompt.")] = 32,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows or prompts run together.")] = 8,
-    metadata: Annotated[str | None, typer.Option(help="Metadata for lm-eval's tasks, as JSON.")] = None,
     trials: Annotated[int, typer.Option(min=1, help="Number of finished trials, of all processes together.")] = 30,
     space: Annotated[
         list[str] | None,
@@ -103,8 +100,8 @@ def tune(
     storage: Annotated[
         str | None,
         typer.Option(
-            help="Where trials are kept, also for other processes: an SQLAlchemy URL, or a .log file. "
-            r"\[default: sqlite:///hfkvq-tuning.db]"
+            help=r"Where trials are kept, also for other processes: an SQLAlchemy URL. \[default: "
+            "sqlite:///hfkvq-tuning.db]"
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help=r"Study name. \[default: scheme, model and objective]")] = None,
@@ -154,7 +151,6 @@ def tune(
                 prefill=prefill,
                 chunk=chunk,
                 batch_size=batch_size,
-                metadata=metadata,
                 cost=cost,
                 milliseconds=cost == "milliseconds" or max_milliseconds is not None,
                 seed=seed,

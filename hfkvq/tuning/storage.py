@@ -1,24 +1,15 @@
-"""Storages of studies: memory, a database, or a journal file."""
+"""Storages of studies: memory, or a database."""
 
 from __future__ import annotations
 
 import importlib.util
-import logging
 import time
 import warnings
-from pathlib import Path
 
 from optuna.exceptions import ExperimentalWarning
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
-from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.storages import BaseStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError, ProgrammingError
-
-from hfkvq.bounded import DAMAGE, parse_json
-
-logger = logging.getLogger("hfkvq")
-
-JOURNALS = (".log", ".journal")
 
 HEARTBEAT, GRACE = 20, 60
 """Seconds between a process's heartbeats in a database, and without one after which its trial is run again."""
@@ -31,36 +22,15 @@ def open_storage(where: str | None) -> BaseStorage | None:
     """Opens, or creates, a storage.
 
     Args:
-        where: an SQLAlchemy URL (``sqlite:///tuning.db``, ``postgresql://...``, ``mysql://...``), or a path that ends
-            in ``.log`` or ``.journal``. None is memory.
+        where: an SQLAlchemy URL (``sqlite:///tuning.db``, ``postgresql://...``, ``mysql://...``). None is memory.
 
     Raises:
-        ValueError: neither, a folder that does not exist, a driver that is missing, or a database that cannot be
-            reached.
+        ValueError: no URL, a driver that is missing, or a database that cannot be reached.
     """
     if where is None:
         return None
     if "://" not in where:
-        path = Path(where).expanduser()
-        if path.suffix not in JOURNALS:
-            raise ValueError(
-                f"storage: got {where!r}, allowed a URL (sqlite:///tuning.db, postgresql://...) or a journal file that "
-                f"ends in {' or '.join(JOURNALS)}."
-            )
-        if not path.parent.is_dir():
-            raise ValueError(f"storage: the folder of {where!r} does not exist.")
-        try:
-            _repair(path)
-            return JournalStorage(JournalFileBackend(str(path)))
-        except OSError as error:
-            raise ValueError(f"storage: {where!r} cannot be opened ({error.strerror}); choose another file.") from None
-        except _DamagedJournal as error:
-            raise ValueError(f"storage: {where}: {error}") from None
-        except (*DAMAGE, RecursionError) as error:
-            damage = f"{type(error).__name__} {error}".strip()
-            raise ValueError(
-                f"storage: {where!r} is not a journal of Optuna, or is damaged ({damage}); choose another file."
-            ) from None
+        raise ValueError(f"storage: got {where!r}, allowed a URL (sqlite:///tuning.db, postgresql://...).")
     try:
         return _database(_with_driver(where))
     except ImportError as error:
@@ -70,43 +40,6 @@ def open_storage(where: str | None) -> BaseStorage | None:
         # Errors of SQLAlchemy have many types, and chains of causes.
         reason = str(error.__cause__ or error).splitlines()[0]
         raise ValueError(f"storage: {hidden(where)!r} cannot be reached: {reason}") from None
-
-
-class _DamagedJournal(Exception):
-    """Raised for a line of a journal that no process of Optuna wrote."""
-
-
-def _repair(path: Path) -> None:
-    """Takes a torn last line, of a process that was killed or of a full disk, from a journal.
-
-    Optuna would append to it, and no process could read the journal any more.
-    """
-    if not path.exists():
-        return
-    lock = JournalFileSymlinkLock(str(path))
-    lock.acquire()
-    try:
-        *lines, torn = path.read_bytes().split(b"\n")
-        for number, line in enumerate(lines, 1):
-            try:
-                operation = parse_json(line.decode("utf-8"))
-            except ValueError as error:
-                operation = error
-            if not isinstance(operation, dict) or "op_code" not in operation:
-                raise _DamagedJournal(
-                    f"line {number} is no operation of Optuna's journals (got {line[:40]!r}); delete the line, or "
-                    "choose another file."
-                )
-        if torn and not lines:
-            raise _DamagedJournal(
-                f"line 1 is no operation of Optuna's journals (got {torn[:40]!r}); choose another file."
-            )
-        if torn:
-            with path.open("rb+") as file:
-                file.truncate(sum(len(line) + 1 for line in lines))
-            logger.warning("%s: the last line was torn, and is taken out: %r", path, torn[:80])
-    finally:
-        lock.release()
 
 
 def hidden(where: str) -> str:

@@ -77,14 +77,12 @@ class TuningStudy:
         optuna: Optuna's study, for its plots and dashboards.
         preset: knobs that are not searched.
         cost: the second objective, or the constraint's.
-        config: of the model, if the objective has one; `pick` counts bytes by it.
     """
 
     def __init__(self, study: optuna.Study, preset: Preset, space: Space, setup: Mapping[str, Any]) -> None:
         self.optuna, self.preset, self.space = study, preset, space
         self.cost: Cost = setup["cost"]
         self.direction, self.objective = setup["direction"], setup["objective"]
-        self.config: Any = None
         self._tables: Mapping[str, Mapping[str, int]] = setup.get("tables") or {}
 
     def preset_of(self, knobs: Mapping[str, Any]) -> Preset:
@@ -172,54 +170,25 @@ class TuningStudy:
             confirmed.append(point)
         return sorted(confirmed, key=lambda p: p.best_known.value, reverse=self.direction == "maximize")
 
-    def pick(
-        self,
-        *,
-        max_total_bits: float | None = None,
-        max_milliseconds: float | None = None,
-        max_key_bits: float | None = None,
-        max_bytes: str | int | None = None,
-        context: int | None = None,
-        batch: int = 1,
-        config: Any = None,
-        accept: Callable[[Preset], bool] | None = None,
-    ) -> Point:
-        """The best point under a limit (the paper's rule for MixKVQ: the best accuracy under a ceiling of bits).
+    def pick(self, limits: Mapping[Cost, float] | None = None) -> Point:
+        """The best point under limits (the paper's rule for MixKVQ: the best accuracy under a ceiling of bits).
 
         Points that were confirmed on held-out samples are preferred to those that were not, and compared by these.
 
         Args:
-            max_total_bits: most bits per element, every byte counted.
-            max_milliseconds: most of a step, where it was measured.
-            max_key_bits: most of the keys' mean width, MixKVQ's effective bits.
-            max_bytes: most bytes of the whole cache, ``"2GiB"`` or a number, at ``context`` tokens of ``batch`` rows.
-            context: see ``max_bytes``.
-            batch: see ``max_bytes``.
-            config: of the model that the bytes are counted for; the one that was tuned on by default.
+            limits: most of a cost, by its name.
 
         Raises:
-            ValueError: no point is under the limit; the message has the closest.
+            ValueError: no point is under the limits; the message has the closest.
         """
-        names: tuple[Cost, ...] = ("total_bits", "milliseconds", "key_bits")
-        asked = (max_total_bits, max_milliseconds, max_key_bits)
-        limits: dict[Cost, float] = {name: limit for name, limit in zip(names, asked, strict=True) if limit is not None}
-        conditions = [] if accept is None else [accept]
-        if max_bytes is not None:
-            conditions.append(self._fits(max_bytes, context, batch, config))
+        limits = limits or {}
         points = self.points()
         if not points:
             raise ValueError("pick: no trial has been measured yet; run `hfkvq tune` again on the same storage.")
-        feasible = [
-            point
-            for point in points
-            if is_within(point.score, limits) and all(condition(point.preset) for condition in conditions)
-        ]
+        feasible = [point for point in points if is_within(point.score, limits)]
         if not feasible:
-            words = [f"{name} <= {limit:g}" for name, limit in limits.items()]
-            if max_bytes is not None:
-                words.append(f"{max_bytes} at {context} tokens and batch {batch}")
-            wanted = ", ".join(words) or "what was asked for"
-            near: Cost = next(iter(limits)) if limits else "total_bits"
+            wanted = ", ".join(f"{name} <= {limit:g}" for name, limit in limits.items())
+            near: Cost = next(iter(limits))
             closest = min(points, key=lambda p: p.score.cost(near))
             raise ValueError(
                 f"pick: none of {len(points)} trials is within {wanted}; the closest is trial {closest.number} with "
@@ -229,15 +198,6 @@ class TuningStudy:
         known = [point for point in feasible if point.held_out is not None] or feasible
         sign = 1 if self.direction == "minimize" else -1
         return min(known, key=lambda p: (sign * p.best_known.value, p.score.cost(self.cost), p.number))
-
-    def _fits(self, most: str | int, context: int | None, batch: int, config: Any) -> Callable[[Preset], bool]:
-        from .fit import fits
-
-        config = self.config if config is None else config
-        if context is None or config is None:
-            missing = "context" if context is None else "config"
-            raise ValueError(f"{missing}: got None, but max_bytes counts the bytes of a model's cache at a context.")
-        return fits(config, most, context, batch)
 
 
 def is_within(score: Score, limits: Mapping[Cost, float]) -> bool:
@@ -382,7 +342,6 @@ def tune(
     measured_on: Mapping[str, Any] | None = None,
     storage: str | None = None,
     name: str | None = None,
-    warm_start: bool = True,
     on_trial: Callable[[TuningStudy, Point | None], Any] | None = None,
 ) -> TuningStudy:
     """Searches a scheme's knobs with Optuna's TPE sampler.
@@ -403,10 +362,8 @@ def tune(
             (`hfkvq.tuning.fit_room`).
         measured_on: model, samples and other conditions of the scores, as JSON has them. A study keeps them, and
             refuses others, whose trials could not be compared.
-        storage: an SQLAlchemy URL (``sqlite:///tuning.db``), or the path of a journal file (``tuning.log``) on a file
-            system that the processes share. None keeps the study in memory.
+        storage: an SQLAlchemy URL (``sqlite:///tuning.db``). None keeps the study in memory.
         name: of the study in the storage; the scheme's by default.
-        warm_start: begin with the presets' knobs.
         on_trial: told the study when it begins, with None, and after each trial of this process.
 
     Raises:
@@ -441,9 +398,8 @@ def tune(
     seed_here = seed if created else int(SeedSequence().generate_state(1)[0])
     study.sampler = TPESampler(n_startup_trials=min(STARTUP, max(trials // 3, 1)), seed=seed_here)
     found = TuningStudy(study, preset, distributions, setup)
-    found.config = getattr(getattr(objective, "model", None), "config", None)
     _check(found, storage, study.study_name)
-    if created and warm_start:
+    if created:
         knobs = {knob: distribution for knob, distribution in distributions.items() if knob != BUDGET}
         for values in published(preset.scheme, knobs)[:trials]:
             study.enqueue_trial(values, skip_if_exists=True)
@@ -552,16 +508,6 @@ def _check(study: TuningStudy, storage: str | None, name: str) -> None:
     with _naming(storage, name, *DAMAGE):
         study.points()
         study.references()
-        for trial in study.optuna.get_trials(deepcopy=False):
-            asked = [*trial.system_attrs.get("fixed_params", {}).items(), *trial.params.items()]
-            kinds = (CategoricalDistribution, type(None))
-            numbers = [(knob, value) for knob, value in asked if not isinstance(study.space.get(knob), kinds)]
-            numbers += [("values", value) for value in trial.values or ()]
-            for what, value in numbers:
-                if isinstance(value, bool) or not isinstance(value, (int, float)):
-                    raise ValueError(f"trial {trial.number}: {what}: got {value!r}, allowed a number")
-            if len(study.optuna.directions) != 2 or len(trial.values or ()) not in (0, 2):
-                raise ValueError(f"trial {trial.number}: got values {trial.values}, allowed 2")
 
 
 def _run(

@@ -24,7 +24,7 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.measure.models.outline import outline
 from hfkvq.measure.reference import load_reference
 from hfkvq.sizes import parse_size
-from hfkvq.tuning.fit import cache_bytes, fits, layer, outline_of, weights_of
+from hfkvq.tuning.fit import cache_bytes, layer, outline_of, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
 from tests.caches.driver import ALIKE, by_layout
 from tests.caches.graph_recorder import captured  # noqa: F401
@@ -263,11 +263,6 @@ class TestKnownModels:
 
 
 class TestUse:
-    def test_fits_is_a_condition_on_presets(self):
-        condition = fits(QWEN3_8B, "2GiB", context=32768, batch=2)
-        assert condition(get_preset("kitty-pro"))
-        assert not condition(get_preset("kivi-4"))
-
     @pytest.mark.parametrize(
         ("text", "count"), [("2GiB", 2 * GIB), ("24GB", 24 * 10**9), ("1.5 mib", 1.5 * 2**20), ("8g", 8 * GIB), (7, 7)]
     )

@@ -100,7 +100,7 @@ def test_a_search_over_thresholds_has_a_trade_off(model, tokens, tmp_path):
             fit=lambda preset: fit_room(model, preset, tokens), **options,
         )  # fmt: skip
 
-    study = search(warm_start=False)
+    study = search()
     front = study.pareto()
     assert len(front) >= 3
     assert front[0].score.value > 1.5 * front[-1].score.value
@@ -110,7 +110,7 @@ def test_a_search_over_thresholds_has_a_trade_off(model, tokens, tmp_path):
     assert [point.preset for point in again.points()] == [point.preset for point in study.points()]
     assert all(len(point.preset.layers) == 2 for point in again.points())
     limit = front[1].score.key_bits
-    assert study.pick(max_key_bits=limit).score.key_bits <= limit
+    assert study.pick({"key_bits": limit}).score.key_bits <= limit
     # A trial with knobs that were measured before takes what was measured.
     assert search().points()[0].preset == study.points()[0].preset
 

@@ -10,10 +10,8 @@ import pytest
 
 from hfkvq import get_scheme
 from hfkvq.caches import get_preset
-from hfkvq.tuning.fit import cache_bytes
 from hfkvq.tuning.score import Score
 from hfkvq.tuning.study import load_study, published, space_of, tune
-from tests.caches import models
 
 SPACE = {"tau_bf16": (0.1, 2.0), "tau_int4": (0.1, 2.0)}
 
@@ -26,13 +24,10 @@ class Known:
     def __init__(self, shift=0.0):
         self.calls, self.shift = [], shift
 
-    def __call__(self, preset, report=None):
+    def __call__(self, preset):
         scheme = preset.scheme
         self.calls.append((scheme.tau_bf16, scheme.tau_int4))
         value = (scheme.tau_bf16 - 0.5) ** 2 + (scheme.tau_int4 - 0.4) ** 2 + self.shift
-        for step in range(4):
-            if report is not None:
-                report(step, value)
         return Score(value, 5 - scheme.tau_bf16 - 0.5 * scheme.tau_int4, 2.0, cache_bytes=1000, samples=4)
 
 
@@ -82,30 +77,19 @@ class TestSearch:
             best = min(
                 (point for point in study.points() if point.score.total_bits <= limit), key=lambda p: p.score.value
             )
-            assert study.pick(max_total_bits=limit).number == best.number
-        few = study.pick(accept=lambda preset: preset.scheme.tau_bf16 > 1.4)
-        assert few.knobs["tau_bf16"] > 1.4
+            assert study.pick({"total_bits": limit}).number == best.number
         with pytest.raises(
             ValueError, match=r"none of 20 trials is within total_bits <= 1; the closest is trial \d+ with"
         ):
-            study.pick(max_total_bits=1.0)
-        config = models.config("llama")
-        sizes = {point.number: cache_bytes(config, point.preset, 4096, 2) for point in study.points()}
-        most = sorted(sizes.values())[len(sizes) // 2]
-        picked = study.pick(max_bytes=most, context=4096, batch=2, config=config)
-        assert sizes[picked.number] <= most
-        with pytest.raises(ValueError, match=r"none of 20 trials is within 1KiB at 4096 tokens and batch 2"):
-            study.pick(max_bytes="1KiB", context=4096, batch=2, config=config)
-        with pytest.raises(ValueError, match="config: got None, but max_bytes counts"):
-            study.pick(max_bytes="1GiB", context=4096)
+            study.pick({"total_bits": 1.0})
         with pytest.raises(ValueError, match="cost: got 'milliseconds', which this objective does not measure"):
-            study.pick(max_milliseconds=5.0)
+            study.pick({"milliseconds": 5.0})
 
     def test_accuracy_is_maximized(self):
         class Accuracy(Known):
             name, direction = "accuracy", "maximize"
 
-            def __call__(self, preset, report=None):
+            def __call__(self, preset):
                 score = super().__call__(preset)
                 return Score(1 - score.value, score.total_bits)
 
@@ -121,7 +105,7 @@ class TestSearch:
         best = study.pick()
 
         class Others(Known):
-            def __call__(self, preset, report=None):
+            def __call__(self, preset):
                 score = super().__call__(preset)
                 return Score(9.0 if preset == best.preset else score.value, score.total_bits)
 
@@ -145,7 +129,7 @@ class TestSearch:
 
     def test_nan_is_refused_and_others_are_kept(self, tmp_path):
         class Breaks(Known):
-            def __call__(self, preset, report=None):
+            def __call__(self, preset):
                 if len(self.calls) == 3:
                     return Score(math.nan, 3.0)
                 return super().__call__(preset)
@@ -160,9 +144,8 @@ class TestSearch:
 
 
 class TestStorage:
-    @pytest.mark.parametrize("where", ["sqlite:///{}/tuning.db", "{}/tuning.log"])
-    def test_goes_on_where_it_stopped(self, tmp_path, where):
-        storage = where.format(tmp_path)
+    def test_goes_on_where_it_stopped(self, tmp_path):
+        storage = f"sqlite:///{tmp_path}/tuning.db"
         first = Known()
         search(first, trials=6, storage=storage)
         second = Known()

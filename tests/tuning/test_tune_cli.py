@@ -90,21 +90,16 @@ def windows(tokenizer, rows=4, length=160):
 
 
 def test_kld_of_text_is_that_of_measure(subject):
-    """In parts and at once; the score is what `measure` says, and its samples are windows."""
+    """The score is what `measure` says, and its samples are windows."""
     model, tokenizer = subject
     tokens = windows(tokenizer)
     preset = get_preset("kitty", page_size=16, sink_length=4, local_length=16)
     expected = measure(model, tokens, {"": preset}, prefill=96, chunk=32).schemes[0]
-    reported = []
-    for parts in (1, 2):
-        objective = TextKLD(model, tokens, prefill=96, chunk=32, batch_size=2, parts=parts)
-        score = objective(preset, lambda step, value: reported.append((step, value)))
-        assert score.value == pytest.approx(expected.mean, rel=1e-4)
-        assert score.total_bits == pytest.approx(expected.bill.total_bits)
-        assert score.samples == 4
-        assert score.low <= score.value <= score.high
-    assert [step for step, _ in reported] == [0, 0, 1]
-    assert reported[-1][1] == pytest.approx(expected.mean, rel=1e-4)
+    score = TextKLD(model, tokens, prefill=96, chunk=32, batch_size=2)(preset)
+    assert score.value == pytest.approx(expected.mean, rel=1e-4)
+    assert score.total_bits == pytest.approx(expected.bill.total_bits)
+    assert score.samples == 4
+    assert score.low <= score.value <= score.high
 
 
 def test_lm_eval_tasks(subject, monkeypatch):
@@ -133,7 +128,7 @@ def test_tables_by_budget():
     """TriAxialKV's table is searched by its budget, and comes back from the storage."""
     tables = {2.4: {"current|text|user": 2}, 3.2: {"current|text|user": 4}}
 
-    def narrow(preset, report=None):
+    def narrow(preset):
         bits = dict(preset.scheme.table)
         return Score(len(bits), 3.0 + sum(bits.values()))
 

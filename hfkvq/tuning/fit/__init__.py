@@ -6,14 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .model import Plan, Weights, cache_bytes, fits, outline_of, plan, weights_of
+    from .model import Plan, Weights, cache_bytes, outline_of, plan, weights_of
 
 # Names are loaded at their first use: commands import this package for their help.
 _HOMES = {
-    **dict.fromkeys(("Plan", "Weights", "cache_bytes", "fits", "outline_of", "plan", "weights_of"), "model"),
+    **dict.fromkeys(("Plan", "Weights", "cache_bytes", "outline_of", "plan", "weights_of"), "model"),
 }
 
-__all__ = ["Plan", "Weights", "cache_bytes", "fits", "outline_of", "plan", "weights_of"]
+__all__ = ["Plan", "Weights", "cache_bytes", "outline_of", "plan", "weights_of"]
 
 
 def __getattr__(name: str) -> Any:

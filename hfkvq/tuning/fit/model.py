@@ -18,7 +18,6 @@ from hfkvq.caches.schemes.eviction import TokenEviction
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.caches.step_graphs import graphs_enabled
 from hfkvq.measure.models.outline import Outline, outline
-from hfkvq.sizes import parse_size
 
 from .layer import Arrival, layer_bytes
 
@@ -226,24 +225,6 @@ def _record_bytes(come: Arrival) -> int:
     for end in (*come.ends(), *range(come.prompt + 1, come.prompt + come.generated + 1)):
         room = room_for_columns(room, end)
     return 5 * room
-
-
-def fits(
-    config: Any, max_bytes: str | int, context: int, batch: int = 1, dtype: torch.dtype | None = None, **come: Any
-) -> Callable[[Preset], bool]:
-    """A condition on presets: whether a preset's cache stays within a memory.
-
-    `TuningStudy.pick` asks it: ``study.pick(max_bytes="2GiB", context=32768, batch=8)``.
-
-    Args:
-        config: see `cache_bytes`.
-        max_bytes: of the cache alone, e.g. "2GiB".
-        context: see `cache_bytes`.
-        batch: see `cache_bytes`.
-        **come: see `cache_bytes`.
-    """
-    limit, model = parse_size(max_bytes, "max_bytes"), outline_of(config)
-    return lambda preset: cache_bytes(model, preset, context, batch, dtype, **come) <= limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from evals.budget import tune_order
 from hfkvq import MixedKVCache
+from hfkvq.caches.budget import ORDER_KIND
 from hfkvq.caches.schemes.full import Full
 from hfkvq.caches.schemes.kivi import Kivi
-from hfkvq.tuning import save_order, tune_order
 from hfkvq.tuning.score import Score
 from tests.caches.models import build
 
@@ -50,7 +53,7 @@ def test_the_least_loss_for_each_bit_goes_first(order):
 
 def test_a_file_of_it_is_followed(order, tmp_path):
     path = tmp_path / "order.json"
-    save_order(path, order, {"model": "prices"})
+    path.write_text(json.dumps({"kind": ORDER_KIND, "order": order}))
     model = build("llama", num_hidden_layers=LAYERS)
     cache = MixedKVCache(model, memory="1MiB", order=path)
     assert [(layer, side) for layer, side, _ in cache.budget.moves] == order
