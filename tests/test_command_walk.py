@@ -230,7 +230,6 @@ def model_arguments(model):
         "pretrained": ["/no/such", "{empty}.gguf", "{model}", "", 5, None],
         "scheme": [*SCHEMES[:4], "{missing}.json", "{empty}.json", "{garbage}.json", "{preset}.json", 5, [], {"a": 1}],
         "layers": ["abc", 5, [], {"0": "nosuch"}, {"99": "full"}, {"x": "full"}],
-        "ll_mode": ["nosuch", 5, "", None],
         "ll_chunk": ["abc", 0, -1, 1.5, True, None],
         "truncate": ["nosuch", 5, "", None],
         "nosuch": [5],

@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfkvq.caches import Preset, Scheme, get_preset, list_schemes
 from hfkvq.caches.tags.bit_table import BitTable
 
-LikelihoodMode = Literal["decode", "stepwise", "prefill", "stock"]
 Truncation = Literal["left", "middle", "refuse"]
 
 STOCK = ("none", "bf16")
@@ -40,7 +39,6 @@ class CacheArguments:
         preset: of the cache; None is Transformers' own.
         asked: the name that it was asked for by; None if it was described otherwise or changed by knobs.
         table: TriAxialKV's table of bits, from a file, which knows the model it was made for.
-        mode: how log-likelihoods are computed, see `HFKVQ`.
         chunk: tokens fed at once behind a prompt whose log-likelihood is asked for.
         truncate: what becomes of a prompt that is too long.
     """
@@ -48,7 +46,6 @@ class CacheArguments:
     preset: Preset | None
     asked: str | None
     table: BitTable | None
-    mode: LikelihoodMode
     chunk: int
     truncate: Truncation
 
@@ -63,7 +60,6 @@ class CacheArguments:
 def take_arguments(
     scheme: Any,
     layers: Any,
-    ll_mode: Any,
     ll_chunk: Any,
     truncate: Any,
     others: dict[str, Any],
@@ -78,11 +74,11 @@ def take_arguments(
         model_options: names of arguments that are the model's.
 
     Raises:
-        ValueError: unknown scheme, mode or truncation; a knob of another scheme, or one out of range; a chunk that is
-            no positive number; the stock forward asked for under a scheme's name.
+        ValueError: unknown scheme or truncation; a knob of another scheme, or one out of range; a chunk that is no
+            positive number.
     """
-    _choose("ll_mode", ll_mode, get_args(LikelihoodMode))
-    _choose("truncate", truncate, get_args(Truncation))
+    if truncate not in get_args(Truncation):
+        raise ValueError(f"truncate: got {truncate!r}, allowed {', '.join(get_args(Truncation))}.")
     if isinstance(ll_chunk, bool) or not isinstance(ll_chunk, int) or ll_chunk < 1:
         raise ValueError(f"ll_chunk: got {ll_chunk!r}, allowed a positive number of tokens, e.g. 16.")
     if isinstance(scheme, str) and scheme in STOCK:
@@ -100,17 +96,7 @@ def take_arguments(
         changed = get_preset(chosen, layers, **knobs)
         asked = asked if changed == chosen else None
         chosen = changed
-    if ll_mode == "stock" and chosen is not None:
-        raise ValueError(
-            f"ll_mode: got 'stock' with scheme {chosen.scheme.name!r}, but the stock forward never reads a cache, so "
-            "its figures are those of scheme=none; allowed decode, stepwise or prefill."
-        )
-    return CacheArguments(chosen, asked, table, ll_mode, 1 if ll_mode == "stepwise" else ll_chunk, truncate)
-
-
-def _choose(name: str, got: Any, allowed: tuple[str, ...]) -> None:
-    if got not in allowed:
-        raise ValueError(f"{name}: got {got!r}, allowed {', '.join(allowed)}.")
+    return CacheArguments(chosen, asked, table, ll_chunk, truncate)
 
 
 def _take_knobs(scheme: Scheme | None, others: dict[str, Any], model_options: frozenset[str]) -> dict[str, Any]:
@@ -195,7 +181,7 @@ def check_loading(others: Mapping[str, Any], config: PreTrainedConfig, preset: P
         if name in known or hasattr(config, name):
             continue
         knobs = [] if scheme is None else [field.name for field in dataclasses.fields(scheme)]
-        words = [*knobs, "scheme", "layers", "ll_mode", "ll_chunk", "truncate", *known]
+        words = [*knobs, "scheme", "layers", "ll_chunk", "truncate", *known]
         close = difflib.get_close_matches(name, words, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
         mine = "" if scheme is None else f" Knobs of {scheme.name!r}: {', '.join(knobs) or 'none'}."

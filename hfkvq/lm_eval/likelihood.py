@@ -24,10 +24,9 @@ class Request:
     """A continuation to be scored.
 
     Attributes:
-        head: tokens that are the prompt: the context, but for its last token unless that one's logits are to be the
-            prompt's.
+        head: tokens that are the prompt: the context, but for its last token.
         fed: tokens that come behind it, through the cache.
-        targets: the continuation; the last tokens of it are predicted by ``fed``, a first one before these by the head.
+        targets: the continuation, predicted by ``fed``.
     """
 
     head: tuple[int, ...]
@@ -35,11 +34,9 @@ class Request:
     targets: tuple[int, ...]
 
     @staticmethod
-    def split(context: Sequence[int], continuation: Sequence[int], prompt_predicts: bool) -> Request:
-        """The head ends with the context if its logits are to predict the first token, otherwise one token before."""
-        end = len(context) if prompt_predicts else len(context) - 1
-        whole = (*context, *continuation)
-        return Request(whole[:end], whole[end:-1], tuple(continuation))
+    def split(context: Sequence[int], continuation: Sequence[int]) -> Request:
+        """The head ends one token before the continuation, which is then predicted through the cache alone."""
+        return Request(tuple(context[:-1]), (*context[-1:], *continuation[:-1]), tuple(continuation))
 
 
 @dataclass
@@ -131,13 +128,14 @@ class Scorer:
         length = max(len(group.head) for group in batch)
         ids = self._table([group.head for group in batch], left=True).to(device)
         mask = self._table([(1,) * len(group.head) for group in batch], left=True, pad=0).to(device)
-        first = self._forward(ids, mask, cache, last_only=True)[:, -1] if length else None
+        if length:
+            self._forward(ids, mask, cache, last_only=True)
         jobs = [Job(row, fed, numbers) for row, group in enumerate(batch) for fed, numbers in group.rows.items()]
         # Neighbours have continuations of similar lengths.
         jobs.sort(key=lambda job: -len(job.fed))
         # Rows that share a prompt share its pages, which would make any scheme look smaller than it is.
         shared = length > 0 and len(jobs) > len(batch)
-        if shared or not jobs[0].fed:
+        if shared:
             self.account(cache, mask)
         pieces = [jobs[start : start + size] for start in range(0, len(jobs), size)]
         for number, piece in enumerate(pieces):
@@ -147,9 +145,8 @@ class Scorer:
             rows = torch.tensor([job.row for job in piece], device=device, dtype=torch.int64)
             if length and [job.row for job in piece] != list(range(len(batch))):
                 own.batch_select_indices(rows)
-            begun = None if first is None else first[rows]
-            columns = self._feed(own, mask[rows], begun, piece, requests, answers)
-            if piece[0].fed and not shared:
+            columns = self._feed(own, mask[rows], piece, requests, answers)
+            if not shared:
                 self.account(own, columns)
 
     def _table(self, rows: Sequence[Sequence[int]], left: bool = False, pad: int | None = None) -> Tensor:
@@ -165,7 +162,6 @@ class Scorer:
         self,
         cache: Cache,
         mask: Tensor,
-        first: Tensor | None,
         piece: Sequence[Job],
         requests: Sequence[Request],
         answers: list[Answer | None],
@@ -174,19 +170,9 @@ class Scorer:
         device = mask.device
         wanted = [(number, row) for row, job in enumerate(piece) for number in job.numbers]
         rows = torch.tensor([row for _, row in wanted], device=device, dtype=torch.int64)
-        # Where the head predicts a token, it is the first one.
-        ahead = [len(requests[number].targets) - len(piece[row].fed) for number, row in wanted]
-        targets = self._table(
-            [requests[number].targets[n:] for (number, _), n in zip(wanted, ahead, strict=True)], pad=0
-        )
-        targets, ids = targets.to(device), self._table([job.fed for job in piece]).to(device)
+        targets = self._table([requests[number].targets for number, _ in wanted], pad=0).to(device)
+        ids = self._table([job.fed for job in piece]).to(device)
         scores, hits = [], []
-        if any(ahead):
-            assert first is not None
-            begin = torch.tensor(
-                [[requests[number].targets[0]] for number, _ in wanted], device=device, dtype=torch.int64
-            )
-            scores, hits = ([x] for x in self._gather(first[:, None], rows, begin))
         for start in range(0, ids.shape[1], self.chunk):
             part = ids[:, start : start + self.chunk]
             mask = torch.cat([mask, torch.ones_like(part)], 1)

@@ -73,12 +73,9 @@ class HFKVQ(HFLM):
             is Transformers' own cache; the ``.json`` file of a preset as `hfkvq tune` writes it. The scheme's knobs are
             arguments of their own.
         layers: schemes of single layers, e.g. {"0-1": "full"}; see `MixedKVCache`.
-        ll_mode: how log-likelihoods are computed. "decode": the context but for its last token is the prompt; that
-            token and the continuation are fed in chunks of ``ll_chunk`` and see the prompt as the cache holds it, and
-            the tokens of their own chunk as they are. "stepwise": one by one, as in generation. "prefill": the whole
-            context is the prompt and predicts the first token, so that one-token answers tell nothing of the cache.
-            "stock" (with scheme=none): a single forward, which reads no cache.
-        ll_chunk: tokens of a chunk.
+        ll_chunk: tokens of a chunk in which continuations are fed for their log-likelihood. The context but for its
+            last token is the prompt; that token and the continuation see the prompt as the cache holds it, and the
+            tokens of their own chunk as they are. 1 is as in generation.
         truncate: what becomes of a prompt that is too long for the model: "left" cuts its beginning (lm-eval's way),
             "middle" keeps both ends (LongBench's way), "refuse" raises.
         **others: the scheme's knobs, and everything that ``hf`` takes.
@@ -96,14 +93,13 @@ class HFKVQ(HFLM):
         pretrained: Any,
         scheme: Any = DEFAULT_SCHEME,
         layers: Any = None,
-        ll_mode: str = "decode",
         ll_chunk: int = 16,
         truncate: str = "left",
         **others: Any,
     ) -> None:
         if not isinstance(pretrained, str) and not hasattr(pretrained, "config"):
             raise ValueError(f"pretrained: got {pretrained!r}, allowed the name of a model, or a loaded one.")
-        self.cache_arguments = take_arguments(scheme, layers, ll_mode, ll_chunk, truncate, others, _MODEL_OPTIONS)
+        self.cache_arguments = take_arguments(scheme, layers, ll_chunk, truncate, others, _MODEL_OPTIONS)
         check_options(others, _TYPES)
         self.costs: dict[str, Cost] = {}
         self._tagger: Tagger | None = None
@@ -165,7 +161,7 @@ class HFKVQ(HFLM):
             ValueError: see the constructor. Nothing is changed then.
         """
         old, others = self.cache_arguments, dict(knobs)
-        new = take_arguments(scheme, layers, old.mode, old.chunk, old.truncate, others, ())
+        new = take_arguments(scheme, layers, old.chunk, old.truncate, others, ())
         check_loading(others, self._subject.config, new.preset)
         self.cache_arguments = new
         try:
@@ -201,7 +197,6 @@ class HFKVQ(HFLM):
         described: dict[str, Any] = {
             "preset": cache.asked,
             "scheme": None if cache.preset is None else cache.preset.to_dict(),
-            "ll_mode": cache.mode,
             "ll_chunk": cache.chunk,
             "truncate": cache.truncate,
             "hfkvq_version": hfkvq.__version__,
@@ -314,10 +309,8 @@ class HFKVQ(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[Answer]:
-        """Scores continuations behind a context that lies in the cache; see the class for the modes."""
+        """Scores continuations behind a context that lies in the cache, in chunks."""
         how = self.cache_arguments
-        if how.mode == "stock":
-            return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
         todo = [self._request(context, continuation) for _, context, continuation in requests]
         groups = group_requests(todo)
         answers: list[Answer | None] = [None] * len(todo)
@@ -355,12 +348,10 @@ class HFKVQ(HFLM):
             raise ValueError(
                 f"continuation: got {len(continuation)} tokens, allowed 1 to {self.max_length}, the model's max_length."
             )
-        return Request.split(self._fit(context, limit), continuation, self.cache_arguments.mode == "prefill")
+        return Request.split(self._fit(context, limit), continuation)
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
         """See `HFLM._detect_batch_size`: the largest batch that fits, tried with the cache."""
-        if self.cache_arguments.mode == "stock" and requests is not None:
-            return super()._detect_batch_size(requests, pos)
         length = self.max_length - 1
         if requests:
             length = min(max(len(context) + len(continuation) for _, context, continuation in requests), length)

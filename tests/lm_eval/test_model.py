@@ -83,14 +83,13 @@ def test_nothing_lost_answers_as_hf_does(make, scheme):
         assert mine == pytest.approx(other, rel=1e-4)
 
 
-def by_hand(model, scheme, context, continuation, chunk, prompt_predicts=False):
+def by_hand(model, scheme, context, continuation, chunk):
     """Feeds a prompt and then chunks, as the class says, without padding or batches."""
     cache = DynamicCache(config=model.config) if scheme is None else MixedKVCache(model, scheme)
-    split = len(context) - (not prompt_predicts)
+    split = len(context) - 1
     logits = []
     if split:
-        out = model(torch.tensor([context[:split]]), past_key_values=cache, use_cache=True).logits[0]
-        logits += [out[-1:]] if prompt_predicts else []
+        model(torch.tensor([context[:split]]), past_key_values=cache, use_cache=True)
     tail = [*context, *continuation][split:-1]
     for start in range(0, len(tail), chunk):
         part = torch.tensor([tail[start : start + chunk]])
@@ -101,19 +100,17 @@ def by_hand(model, scheme, context, continuation, chunk, prompt_predicts=False):
     return float(found), log_p.argmax(-1).tolist() == continuation
 
 
-@pytest.mark.parametrize(
-    ("mode", "chunk", "by_prompt"), [("decode", 3, False), ("stepwise", 1, False), ("prefill", 3, True)]
-)
-def test_log_likelihood_by_hand(subject, make, mode, chunk, by_prompt):
+@pytest.mark.parametrize("chunk", [3, 1])
+def test_log_likelihood_by_hand(subject, make, chunk):
     model, _ = subject
     scheme = get_scheme(**{"name": "kitty", **{k: v for k, v in KITTY.items() if k != "scheme"}})
-    lm = make(**KITTY, ll_mode=mode, ll_chunk=3, batch_size=1)
+    lm = make(**KITTY, ll_chunk=chunk, batch_size=1)
     found = score(lm, pairs(2))
     expected = []
     for context, continuation in pairs(2):
         begin, end = lm._encode_pair(context, continuation)
         with torch.no_grad():
-            expected.append(by_hand(model, scheme, begin, end, chunk, by_prompt))
+            expected.append(by_hand(model, scheme, begin, end, chunk))
     close(found, expected, 2e-5)
 
 
@@ -134,19 +131,11 @@ def test_more_endings_than_rows(make):
 
 
 def test_what_the_cache_loses_is_seen(make):
-    """Compression shows in every token but those that the prompt itself predicts."""
+    """Compression shows in the first token behind a prompt, too."""
     many = [(text, ".") for text in sentences(3, 24)]
     assert all(len(make(scheme="full")._encode_pair(*pair)[1]) == 1 for pair in many)
-    full = score(make(scheme="full"), many)
-    seen, unseen = score(make(**KITTY), many), score(make(**KITTY, ll_mode="prefill"), many)
-    close(unseen, full, 1e-5)
+    full, seen = score(make(scheme="full"), many), score(make(**KITTY), many)
     assert max(abs(a[0] - b[0]) for a, b in zip(seen, full, strict=True)) > 1e-3
-
-
-def test_stock_mode_is_lm_evals_forward(make):
-    assert score(make(scheme="none", ll_mode="stock", batch_size=2), pairs()) == score(
-        make(HFLM, batch_size=2), pairs()
-    )
 
 
 def test_triaxial_reads_roles(subject, make):
@@ -278,7 +267,7 @@ class TestBadInput:
                 "'boost_ratio' is a knob of 'kitty', Transformers' own cache has no",
             ),
             ({"scheme": "kitty", "boost_raito": 0.2}, "'boost_raito' is unknown; did you mean 'boost_ratio'"),
-            ({"scheme": "kitty", "ll_mode": "stock"}, "the stock forward never reads a cache"),
+            ({"scheme": "kitty", "ll_mode": "stock"}, "'ll_mode' is unknown"),
             ({"scheme": "triaxial", "table": "nowhere.json"}, "table: nowhere.json cannot be read"),
             ({"scheme": "saw-int4", "block": 96}, "block"),
             ({"scheme": "none", "layers": {"0": "full"}}, "Transformers' own cache has no schemes of layers"),
