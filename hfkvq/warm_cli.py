@@ -6,14 +6,11 @@ import importlib.util
 import re
 import time
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from hfkvq.terminal import fail, make_console, split
-
-if TYPE_CHECKING:
-    from hfkvq.caches.compile import LayerShape
 
 app = typer.Typer()
 
@@ -49,43 +46,12 @@ def pick_gpu(name: str) -> int | None:
     return number
 
 
-def pick_shapes(
-    model: str | None, heads: int | None, kv_heads: int | None, head_dim: int | None, window: int | None
-) -> list[LayerShape]:
-    """The kinds of layers, from a model's config or as given.
-
-    Raises:
-        ValueError: neither is given, or both are, or they do not fit.
-    """
-    from hfkvq.caches.compile import LayerShape, layer_shapes
-    from hfkvq.measure.models import find_model, read_config
-
-    if model is not None:
-        if any(x is not None for x in (heads, kv_heads, head_dim, window)):
-            raise ValueError(
-                "model: got --heads, --kv-heads, --head-dim or --window, too; give the model, or these in its place."
-            )
-        source = find_model(model)
-        return layer_shapes(read_config(source), source.name)
-    if heads is None or kv_heads is None or head_dim is None:
-        raise ValueError("model: got none; give --model, or --heads, --kv-heads and --head-dim.")
-    if min(heads, kv_heads, head_dim) < 1 or heads % kv_heads:
-        raise ValueError(
-            f"heads, kv-heads, head-dim: got {heads}, {kv_heads} and {head_dim}, allowed 1 or more, and query heads "
-            "that are a multiple of KV heads."
-        )
-    return [LayerShape(heads, kv_heads, head_dim, own) for own in (0, *([] if window is None else [window]))]
-
-
 @app.command()
 def warm(
     preset: Annotated[str, typer.Option(help="Presets or preset files (.json), comma-separated.")],
-    model: Annotated[str | None, typer.Option(help="Model, as in other commands; only its config is read.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads, instead of --model.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads, instead of --model.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Channels per head, instead of --model.")] = None,
-    window: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the layers with a sliding window, if any, instead of --model.")
+    model: Annotated[
+        str | None,
+        typer.Option(help=r"Model, as in other commands; only its config is read. \[default: the reference model]"),
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the model.")] = Dtype.bfloat16,
     gpu: Annotated[
@@ -95,7 +61,7 @@ def warm(
     """Compile the kernels of presets in advance, into Triton's cache, so that first calls are fast."""
     import torch
 
-    from hfkvq.caches.compile import layers_of, widths_of
+    from hfkvq.caches.compile import layers_of, shapes_of, widths_of
     from hfkvq.caches.schemes.preset import get_preset
     from hfkvq.kernels.compile import compile_layers
     from hfkvq.measure.models import find_model, read_config
@@ -104,7 +70,11 @@ def warm(
     if not names:
         fail("preset: got none; give the names of presets, separated by commas (`hfkvq schemes` lists them).")
     number = pick_gpu(gpu)
-    shapes = pick_shapes(model, heads, kv_heads, head_dim, window)
+    source = find_model(model)
+    config = read_config(source)
+    shapes = shapes_of(config)
+    if shapes is None:
+        fail(f"model: the config of {source.name!r} names no head dim, so it is not known what to compile.")
     chosen = [scheme for name in names for scheme in get_preset(name).schemes]
     schemes = [scheme.in_layer(layer, 100) for scheme in chosen for layer in range(100)]
     layers = layers_of(schemes, shapes, getattr(torch, dtype.value))
@@ -112,7 +82,7 @@ def warm(
         fail("triton: it is not installed, so there is nothing to compile; pip install triton (Linux).")
     begun = time.perf_counter()
     device = torch.device("cuda", 0 if number is not None else torch.cuda.current_device())
-    around = widths_of(read_config(find_model(model)), shapes[0]) if model is not None and shapes else None
+    around = widths_of(config, shapes[0]) if shapes else None
     done = compile_layers(layers, device, absent=number, around=around and (around, getattr(torch, dtype.value)))
     if not done:
         fail("warm: nothing was compiled: kernels are interpreted (TRITON_INTERPRET=1), or the GPU is AMD's.")

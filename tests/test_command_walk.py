@@ -60,7 +60,7 @@ BASE: dict[str, list[str]] = {
     "calibrate": ["{messages}.jsonl", "--out", "{new}"],
     "allocate": ["{sensitivity}.json"],
     "tune": ["kitty"],
-    "warm": ["--preset", "kitty", "--gpu", "sm_90", "--heads", "8", "--kv-heads", "2", "--head-dim", "64"],
+    "warm": ["--preset", "kitty", "--gpu", "sm_90"],
 }
 # Arguments that an option needs to have an effect at all.
 BESIDE: dict[tuple[str, str], list[str]] = {
@@ -180,10 +180,6 @@ def words_of(path, option, value, argument, name):
     """The command line of a case."""
     words = list(path)
     base = BASE.get(" ".join(path), []) + BESIDE.get((path[-1], name), [])
-    if name == "sensitivity" and option != name:
-        base = ["triaxial"]
-    if path == ("warm",) and name == "model":
-        base = base[:4]
     if option in base:
         at = base.index(option)
         base = base[:at] + base[at + 2 :]

@@ -6,27 +6,18 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig
 
-from hfkvq.caches.compile import layer_shapes, widths_of
+from hfkvq.caches.compile import shapes_of, widths_of
 from tests.command import assert_refused, invoke
 
 run = partial(invoke, "warm")
 
 
-SHAPE = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128"]
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--preset", ",", *SHAPE, "--gpu", "sm_90"], "preset: got none"),
-        (["--preset", "kitty-pro", "--gpu", "sm_90"], "model: got none"),
-        (
-            ["--preset", "kitty-pro", "--gpu", "sm_90", "--model", "x", "--heads", "3"],
-            "give the model, or these in its place",
-        ),
-        (["--preset", "kitty-pro", "--gpu", "sm_90", *SHAPE[2:], "--heads", "9"], "a multiple of KV heads"),
+        (["--preset", ",", "--gpu", "sm_90"], "preset: got none"),
         # As tests run.
-        (["--preset", "kitty-pro", "--gpu", "sm_90", *SHAPE], "interpreted (TRITON_INTERPRET=1)"),
+        (["--preset", "kitty-pro", "--gpu", "sm_90"], "interpreted (TRITON_INTERPRET=1)"),
     ],
 )
 def test_errors_name_what_was_given_and_what_is_allowed(given, said):
@@ -63,7 +54,7 @@ def test_every_kind_of_layer_of_a_model_is_compiled_for(config, expected, tmp_pa
     given = []
 
     def compile_layers(layers, device, absent, around):
-        assert around == (widths_of(config, layer_shapes(config, "")[0]), torch.bfloat16)
+        assert around == (widths_of(config, shapes_of(config)[0]), torch.bfloat16)
         given.extend(layers)
         return [("kernel", "")]
 
@@ -85,4 +76,4 @@ def test_every_kind_of_layer_of_a_model_is_compiled_for(config, expected, tmp_pa
 
 def test_no_gpu_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert_refused(run("--preset", "kitty-pro", *SHAPE), "there is no GPU here; say which one it is for: sm_80")
+    assert_refused(run("--preset", "kitty-pro"), "there is no GPU here; say which one it is for: sm_80")

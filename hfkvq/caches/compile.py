@@ -47,18 +47,6 @@ class LayerShape(NamedTuple):
     rope_dim: int = 0
 
 
-def layer_shapes(config: PreTrainedConfig, name: str) -> list[LayerShape]:
-    """The kinds of a model's layers, by its config; ``name`` is for the error.
-
-    Raises:
-        ValueError: its config does not say.
-    """
-    shapes = shapes_of(config)
-    if shapes is None:
-        raise ValueError(f"model: the config of {name!r} names no head dim; give --heads, --kv-heads and --head-dim.")
-    return shapes
-
-
 def shapes_of(config: PreTrainedConfig) -> list[LayerShape] | None:
     """The kinds of a model's layers; None if its config does not say."""
     text = text_config(config)

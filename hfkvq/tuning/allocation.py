@@ -99,32 +99,18 @@ def allocate(
     return {tag: 4 if wide else 2 for tag, wide in zip(tags, solve(choices, room), strict=True)}
 
 
-def make_table(sensitivity: Sensitivity, budget: float, without: str | None = None) -> BitTable:
+def make_table(sensitivity: Sensitivity, budget: float) -> BitTable:
     """Table of bits under a budget.
 
     Args:
         sensitivity: of `hfkvq.tuning.calibrate`.
         budget: B, mean code bits of a token.
-        without: "temporal", "modal" or "semantic": give one width to tags that differ on that axis only (the paper's
-            ablation, Table 4). Their distortions are added up, as eq. (2) adds those of tags.
 
     Raises:
-        ValueError: see `allocate`, or no such axis.
+        ValueError: see `allocate`.
     """
-    groups = sensitivity.groups(without)
-    bits = allocate(
-        {
-            name: (
-                sum(sensitivity.distortion[tag][0] for tag in tags),
-                sum(sensitivity.distortion[tag][1] for tag in tags),
-            )
-            for name, tags in groups.items()
-        },
-        {name: sum(sensitivity.counts[tag] for tag in tags) for name, tags in groups.items()},
-        budget,
-    )
-    by_tag = {tag: bits[name] for name, tags in groups.items() if name in bits for tag in tags}
-    return BitTable(by_tag, sensitivity.origin, budget, sensitivity.distortion, sensitivity.counts)
+    bits = allocate(sensitivity.distortion, sensitivity.counts, budget)
+    return BitTable(bits, sensitivity.origin, budget, sensitivity.distortion, sensitivity.counts)
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,10 @@ from hfkvq.version import __version__
 from .objectives import LmEvalTasks, TextKLD, Timed
 from .room import COVERAGE, fit_room, raises_by_threshold
 from .score import COSTS, Objective, Score
-from .sensitivity import Sensitivity
 from .storage import open_storage
 from .study import Point, TuningStudy, space_of, tune, words_of
 
 OBJECTIVES = ("kld", "tasks")
-
-BUDGETS = tuple(round(2 + step / 5, 1) for step in range(11))
-"""Mean code bits of a token, for tables of TriAxialKV."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,6 @@ class Plan:
         objective: on the samples of the search.
         held_out: on other samples.
         model: name of the model, for the record.
-        tables: of TriAxialKV, by budget.
         fit: gives MixKVQ the room that its thresholds need, or None.
     """
 
@@ -56,7 +51,6 @@ class Plan:
     model: str
     about: Mapping[str, Any]
     cost: Any
-    tables: Mapping[float, Mapping[str, int]] | None = None
     fit: Callable[[Preset], Preset] | None = None
 
     @property
@@ -85,7 +79,6 @@ def make_plan(
     seed: int,
     device: Any,
     dtype: str,
-    sensitivity: Path | None,
     coverage: float = COVERAGE,
     space: Mapping[str, Sequence[Any]] | None = None,
     storage: str | None = None,
@@ -107,16 +100,7 @@ def make_plan(
     thresholds = raises_by_threshold(preset)
     if (text or dataset) and objective != "kld" and not thresholds:
         raise ValueError(f"text: got text, but the objective {objective!r} does not use it; leave it out.")
-    tables = None
-    if sensitivity is not None:
-        if preset.scheme.name != "triaxial":
-            raise ValueError(
-                f"sensitivity: got {sensitivity}, which {preset.scheme.name!r} does not use; only triaxial."
-            )
-        from .allocation import sweep
-
-        tables = {point.budget: point.table.bits for point in sweep(Sensitivity.load(sensitivity), BUDGETS)}
-    space_of(preset.scheme, space, optional=bool(tables))
+    space_of(preset.scheme, space)
     kind = None if dtype == "auto" else getattr(torch, dtype)
     checkpoint = subjects.find_checkpoint(model)
     subjects.check_schemes(checkpoint, {"": preset})
@@ -170,7 +154,7 @@ def make_plan(
     fit = None
     if thresholds and tokens is not None:
         fit = partial(fit_room, loaded, tokens=tokens, coverage=coverage, batch_size=batch_size)
-    return Plan(preset, one, other, checkpoint.source.name, about, cost, tables, fit)
+    return Plan(preset, one, other, checkpoint.source.name, about, cost, fit)
 
 
 def _lm_eval(
@@ -223,7 +207,6 @@ def run(plan: Plan, on_progress: Callable[[int, str], Any], name: str | None = N
         plan.preset,
         plan.objective,
         cost=plan.cost,
-        tables=plan.tables,
         fit=plan.fit,
         measured_on=plan.measured_on,
         name=name or "-".join((plan.preset.scheme.name, plan.model.replace(" ", "-"), plan.objective.name)),

@@ -75,10 +75,6 @@ def tune(
         list[str] | None,
         typer.Option(metavar="KNOB=RANGE", help="KNOB=LOW..HIGH or KNOB=A,B,C, instead of the scheme's own range."),
     ] = None,
-    sensitivity: Annotated[
-        Path | None,
-        input_file("For triaxial: file of hfkvq calibrate, whose budgets are searched."),
-    ] = None,
     coverage: Annotated[
         float,
         number_option(
@@ -156,7 +152,6 @@ def tune(
                 seed=seed,
                 device=pick_device(device),
                 dtype=dtype.value,
-                sensitivity=sensitivity,
                 coverage=coverage,
                 space=ranges or None,
                 storage=kept,

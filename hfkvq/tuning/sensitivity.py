@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hfkvq.bounded import DAMAGE
-from hfkvq.caches.tags import parse_tag, tag_axes
+from hfkvq.caches.tags import parse_tag
 from hfkvq.caches.tags.bit_table import Origin, read_json
 
 KIND = "hfkvq.sensitivity"
-AXES = ("temporal", "modal", "semantic")
 
 
 @dataclass(frozen=True)
@@ -43,24 +42,6 @@ class Sensitivity:
                 raise ValueError(
                     f"{tag}: got distortion {self.distortion[tag]} and {count} tokens, allowed finite numbers from 0."
                 )
-
-    def groups(self, without: str | None = None) -> dict[str, list[str]]:
-        """Tags that must share one width: each by itself, or all that differ on the axis ``without`` only.
-
-        Raises:
-            ValueError: no such axis.
-        """
-        if without is None:
-            return {tag: [tag] for tag in self.counts}
-        if without not in AXES:
-            raise ValueError(f"without: got {without!r}, allowed {', '.join(AXES)} or none.")
-        found: dict[str, list[str]] = {}
-        for tag in self.counts:
-            axes = tag_axes(parse_tag(tag))
-            assert axes is not None
-            kept = [value for axis, value in zip(AXES, axes, strict=True) if axis != without]
-            found.setdefault("|".join(kept), []).append(tag)
-        return found
 
     def save(self, path: str | Path) -> None:
         """Writes everything as JSON."""

@@ -44,9 +44,6 @@ FITTED = "hfkvq:fitted"
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 """States of trials that count: measured, or stopped early by the pruner."""
 
-BUDGET = "budget"
-"""Knob that stands for a table of bits by tag, where TriAxialKV's tables are searched."""
-
 
 @dataclass(frozen=True)
 class Point:
@@ -83,14 +80,10 @@ class TuningStudy:
         self.optuna, self.preset, self.space = study, preset, space
         self.cost: Cost = setup["cost"]
         self.direction, self.objective = setup["direction"], setup["objective"]
-        self._tables: Mapping[str, Mapping[str, int]] = setup.get("tables") or {}
 
     def preset_of(self, knobs: Mapping[str, Any]) -> Preset:
         """The preset that these values of the searched knobs make."""
-        values = dict(knobs)
-        if self._tables and BUDGET in values:
-            values["table"] = self._tables[str(values.pop(BUDGET))]
-        return get_preset(self.preset, **values)
+        return get_preset(self.preset, **knobs)
 
     def refer(self, presets: Mapping[str, Preset], objective: Objective, held_out: Objective | None = None) -> None:
         """Measures presets that are not part of the search, to compare it with; results are kept in the study."""
@@ -224,14 +217,13 @@ def check_score(score: Score, knobs: Mapping[str, Any]) -> None:
 Space = dict[str, BaseDistribution]
 
 
-def space_of(scheme: Scheme, ranges: Mapping[str, Sequence[Any]] | None = None, *, optional: bool = False) -> Space:
+def space_of(scheme: Scheme, ranges: Mapping[str, Sequence[Any]] | None = None) -> Space:
     """Search space of a scheme: each knob that names a range to search (``knob(..., search=...)``).
 
     Args:
         scheme: its other knobs stay as they are.
         ranges: in place of the knobs' own, by knob: ``(low, high)`` of numbers, or a list of choices. If given, these
             knobs alone are searched.
-        optional: whether the space may be empty.
 
     Returns:
         Distributions by knob, in the order of the scheme's fields.
@@ -245,7 +237,7 @@ def space_of(scheme: Scheme, ranges: Mapping[str, Sequence[Any]] | None = None, 
         if name not in fields:
             raise ValueError(f"space: {scheme.name} has no knob {name!r}; {nearest(name, list(fields))}")
     chosen = dict(ranges or scheme.searched())
-    if not chosen and not optional:
+    if not chosen:
         raise ValueError(
             f"space: {scheme.name!r} has no knob that is searched by default; name ranges, e.g. "
             "{'sink_length': [0, 32, 64]}."
@@ -337,7 +329,6 @@ def tune(
     space: Mapping[str, Sequence[Any]] | None = None,
     cost: Cost = "total_bits",
     limits: Mapping[Cost, float] | None = None,
-    tables: Mapping[float, Mapping[str, int]] | None = None,
     fit: Callable[[Preset], Preset] | None = None,
     measured_on: Mapping[str, Any] | None = None,
     storage: str | None = None,
@@ -357,7 +348,6 @@ def tune(
         seed: of the sampler, for the process that creates the study.
         space: ranges by knob, in place of the knobs' own; see `space_of`.
         limits: most of a cost, by its name; trials beyond are measured and count as infeasible.
-        tables: bits of tags by budget, for TriAxialKV (see `sweep`): the budget is searched beside the knobs.
         fit: completes a trial's preset by the model before it is measured and kept: MixKVQ's room by its thresholds
             (`hfkvq.tuning.fit_room`).
         measured_on: model, samples and other conditions of the scores, as JSON has them. A study keeps them, and
@@ -371,9 +361,7 @@ def tune(
             that cannot be reached, or an objective that returns NaN (finished trials are kept).
     """
     preset = get_preset(scheme)
-    distributions = space_of(preset.scheme, space, optional=bool(tables))
-    if tables:
-        distributions[BUDGET] = CategoricalDistribution(sorted(tables))
+    distributions = space_of(preset.scheme, space)
     if trials < 1:
         raise ValueError(f"trials: got {trials}, allowed 1 or more.")
     if cost not in COSTS:
@@ -389,7 +377,6 @@ def tune(
         "direction": objective.direction,
         "cost": cost,
         "measured_on": dict(measured_on or {}),
-        "tables": None if tables is None else {str(budget): dict(table) for budget, table in tables.items()},
     }
     # Tuples and keys become those that a storage gives back.
     setup = json.loads(json.dumps(setup))
@@ -400,8 +387,7 @@ def tune(
     found = TuningStudy(study, preset, distributions, setup)
     _check(found, storage, study.study_name)
     if created:
-        knobs = {knob: distribution for knob, distribution in distributions.items() if knob != BUDGET}
-        for values in published(preset.scheme, knobs)[:trials]:
+        for values in published(preset.scheme, distributions)[:trials]:
             study.enqueue_trial(values, skip_if_exists=True)
     if on_trial is not None:
         on_trial(found, None)

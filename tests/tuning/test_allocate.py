@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from evals.ablations import without_axis
 from hfkvq.caches import BitTable
 from hfkvq.caches.tags.bit_table import Origin
 from hfkvq.tuning import Sensitivity, allocate, make_table
@@ -102,13 +103,9 @@ FOUR = Sensitivity(
 
 def test_an_axis_left_out_of_account():
     """Without time the two kinds of results are one, of 80 tokens; without roles, all old tokens are."""
-    assert make_table(FOUR, 2.9, "temporal").bits == {INST: 4, USER: 4, OBS: 2, OLD: 2}
-    assert FOUR.groups("temporal") == {"text|inst": [INST], "text|user": [USER], "text|obs": [OBS, OLD]}
-    assert FOUR.groups("semantic") == {"older|text": [INST, OLD], "current|text": [USER, OBS]}
+    assert without_axis(FOUR, 2.9, 0) == {INST: 4, USER: 4, OBS: 2, OLD: 2}
     # Both groups have 50 tokens; the old ones gain 8.5, the current ones 8.
-    assert make_table(FOUR, 3, "semantic").bits == {INST: 4, OLD: 4, USER: 2, OBS: 2}
-    with pytest.raises(ValueError, match="without: got 'time', allowed temporal, modal, semantic"):
-        make_table(FOUR, 3, "time")
+    assert without_axis(FOUR, 3, 2) == {INST: 4, OLD: 4, USER: 2, OBS: 2}
 
 
 def test_files_come_back(tmp_path):

@@ -15,8 +15,7 @@ from hfkvq.measure.divergence import measure
 from hfkvq.measure.models import load_model
 from hfkvq.measure.reference import load_reference
 from hfkvq.tuning.objectives import LmEvalTasks, TextKLD
-from hfkvq.tuning.score import Score
-from hfkvq.tuning.study import load_study, tune
+from hfkvq.tuning.study import load_study
 from tests.caches.models import first_layers
 from tests.command import assert_refused, flat, invoke
 
@@ -75,7 +74,6 @@ def test_from_search_to_preset(tmp_path, small_model):
         (["kitty", "--space", "boost=0..1"], "space: kitty has no knob 'boost'"),
         (["full", *SMALL], "space: 'full' has no knob that is searched by default"),
         (["kitty", "--objective", "tasks"], "tasks: got none; name lm-eval's tasks"),
-        (["kitty", "--sensitivity", __file__], "which 'kitty' does not use; only triaxial"),
         (["kitty", "--context", "64", "--prefill", "64"], "prefill: got 64"),
         (["kitty", "--outliers", "8", "--model", "x"], "only the reference model can be given outliers"),
     ],
@@ -122,22 +120,6 @@ def test_lm_eval_tasks(subject, monkeypatch):
         LmEvalTasks(lm, ["ref_recall:speed"], [0], task_manager=manager)(get_preset("full"))
     with pytest.raises(ValueError, match="tasks, samples: got 0 and 1"):
         LmEvalTasks(lm, [], [0])
-
-
-def test_tables_by_budget():
-    """TriAxialKV's table is searched by its budget, and comes back from the storage."""
-    tables = {2.4: {"current|text|user": 2}, 3.2: {"current|text|user": 4}}
-
-    def narrow(preset):
-        bits = dict(preset.scheme.table)
-        return Score(len(bits), 3.0 + sum(bits.values()))
-
-    narrow.name, narrow.direction = "x", "minimize"
-    study = tune("triaxial", narrow, trials=6, space={"sink_length": [0, 16]}, tables=tables)
-    budgets = {point.knobs["budget"] for point in study.points()}
-    assert budgets == {2.4, 3.2}
-    for point in study.points():
-        assert dict(point.preset.scheme.table) == tables[point.knobs["budget"]]
 
 
 @pytest.mark.parametrize("name", ["kitty", "kivi-2", "mixkvq", "saw-int4", "arkv", "triaxial", "kvarn"])
