@@ -25,6 +25,41 @@ END_OF_TEXT = "<|endoftext|>"
 CONTROL = (END_OF_TEXT, chat.IM_START, chat.IM_END)
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tools>", "</tools>")
 
+# As `chat.render` writes it in Python; a test keeps the two equal.
+CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- '# Tools\\n\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if message.content %}
+            {{- message.content }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
 
 def corpus(text: Path | None, documents: int) -> Iterator[str]:
     """Yield generated documents of every task, then grade-school problems."""
@@ -66,7 +101,7 @@ def train(text: Path | None, documents: int) -> PreTrainedTokenizerFast:
         model_max_length=MAX_LENGTH,
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        chat_template=chat.CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE,
     )
 
 

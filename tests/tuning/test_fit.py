@@ -281,7 +281,6 @@ class TestUse:
             ({"batch": True}, "batch: got True"),
             ({"context": 5, "generated": 6}, "no more than the context"),
             ({"chunk": 16}, "chunk: got 16"),
-            ({"narrow": 1.5}, "narrow: got 1.5"),
         ],
     )
     def test_numbers_out_of_range(self, options, message):

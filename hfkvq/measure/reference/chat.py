@@ -1,4 +1,4 @@
-"""The reference model's chat: its template, what the template gives, and an example with its only right answer."""
+"""The reference model's chat: what its template gives, and an example with its only right answer."""
 
 from __future__ import annotations
 
@@ -13,41 +13,6 @@ from hfkvq.bounded import parse_json
 Message = dict[str, Any]
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
-
-# Rendered by `render` in Python, which is about 30 times faster; a test keeps the two equal.
-CHAT_TEMPLATE = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}
-        {{- messages[0].content + '\\n\\n' }}
-    {%- endif %}
-    {{- '# Tools\\n\\n<tools>' }}
-    {%- for tool in tools %}
-        {{- '\\n' }}
-        {{- tool | tojson }}
-    {%- endfor %}
-    {{- '\\n</tools><|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if not (loop.first and message.role == 'system') %}
-        {{- '<|im_start|>' + message.role + '\\n' }}
-        {%- if message.content %}
-            {{- message.content }}
-        {%- endif %}
-        {%- for call in message.tool_calls or [] %}
-            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments | tojson }}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 
 
 @dataclass(frozen=True)
@@ -107,7 +72,7 @@ def _final(text: str) -> str | None:
 def render(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, add_generation_prompt: bool = True
 ) -> str:
-    """Return what the chat template gives for a conversation."""
+    """Return what the checkpoint's chat template gives for a conversation, about 30 times faster."""
     parts = []
     head = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
     if tools:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfkvq.terminal import DType, make_console, number_option, tokens_option
+from hfkvq.terminal import DType, make_console, tokens_option
 
 # Imports of torch and Transformers are inside the command, so that help is fast.
 if TYPE_CHECKING:
@@ -52,9 +52,6 @@ def fit(
         DType, typer.Option(help="Dtype of weights, keys and values; auto: the checkpoint's.")
     ] = DType.auto,
     overhead: Annotated[str, typer.Option(help="Other memory in use: CUDA context, allocator.")] = "1GiB",
-    narrow: Annotated[
-        float, number_option("For triaxial: share of the prompt's tokens in 2 bits.", low=0, high=1)
-    ] = 0.0,
     beyond: Annotated[
         bool, typer.Option("--beyond", help="Allow a context longer than the config's positions, for RoPE scaling.")
     ] = False,
@@ -73,7 +70,6 @@ def fit(
         schemes=schemes,
         dtype=None if dtype is DType.auto else dtype.value,
         overhead=overhead,
-        narrow=narrow,
         beyond=beyond,
     )
     about, plans = done.about, done.plans
@@ -140,7 +136,7 @@ def _notes(done: Computed, plans: list[Plan]) -> list[str]:
             "the others."
         )
     if "triaxial" in names:
-        notes.append("triaxial: the upper bound, with all tokens in 4 bits; --narrow sets the share that has 2.")
+        notes.append("triaxial: the upper bound, with all tokens in 4 bits.")
     count = sum(layer.compressed or layer.window > 0 for layer in found.layers)
     if not count:
         notes.append("This model has no layer of full attention: nothing is compressed.")

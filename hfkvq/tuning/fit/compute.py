@@ -61,7 +61,6 @@ def compute(
     schemes: str | None = None,
     dtype: str | None = None,
     overhead: str = "1GiB",
-    narrow: float = 0.0,
     beyond: bool = False,
     default: Sequence[str] | None = None,
 ) -> Computed:
@@ -101,7 +100,7 @@ def compute(
     weights = weights_of(found, kind, checkpoint_bytes(source.path))
     if weights.total + spare >= memory:
         raise ValueError(_no_room(memory, weights, spare))
-    come = Arrival(0, generated, prefill_chunk or None, narrow)
+    come = Arrival(0, generated, prefill_chunk or None)
     most = None if beyond else found.positions
     presets = presets_for(found, schemes, default)
     plans = [

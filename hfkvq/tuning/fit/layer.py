@@ -15,7 +15,7 @@ from torch import Tensor
 from hfkvq.caches.layer_state.query_statistics import QueryStatistics
 from hfkvq.caches.layer_state.tags import TokenRecord
 from hfkvq.caches.layers import KVLayer, PaddingReader
-from hfkvq.caches.schemes.base import UNTAGGED, Scheme
+from hfkvq.caches.schemes.base import Scheme
 from hfkvq.caches.schemes.eviction import TieredEviction, TokenEviction
 from hfkvq.caches.steps.step_buffer import make_plan, room_ahead
 from hfkvq.caches.store import MAX_STEP, SIDES, KVStore
@@ -31,7 +31,6 @@ class Arrival:
         prompt: tokens that come before any is generated.
         generated: tokens that come one by one, behind the prompt.
         chunk: tokens of a piece of the prompt; None for one piece. A store that grows has room to spare.
-        narrow: share of the prompt's tokens that get the narrow width, where a scheme gives tokens widths by tags.
         headroom: share by which buffers of steps are larger than needed; None if steps have no buffers.
         captured: whether steps are captured.
     """
@@ -39,7 +38,6 @@ class Arrival:
     prompt: int
     generated: int = 0
     chunk: int | None = None
-    narrow: float = 0.0
     headroom: float | None = None
     captured: bool = False
 
@@ -74,7 +72,6 @@ class _Kind:
     itemsize: int
     buffered: bool
     captured: bool
-    narrow: float
     place: tuple[int, int]
     window: int
 
@@ -103,7 +100,7 @@ class _Kind:
             # Tails of captured layers have their final size from the beginning.
             store.grow_tail(side, store.tail_limit[side], True)
         if layer.tags is not None:
-            # Tags come from `_tagged` alone.
+            # No token has a tag, and each gets the wider width.
             layer.tags.record = TokenRecord(None)  # type: ignore[arg-type]
         return layer
 
@@ -118,29 +115,6 @@ class _Kind:
         else:
             # Cropping nothing seals due tokens.
             layer.crop(0)
-
-    def feed_prompt(self, layer: KVLayer, count: int) -> None:
-        """Gives a layer a prompt, or a chunk of one."""
-        if self.narrow and layer.tags is not None and layer.tags.record is not None:
-            layer.tags.record.write(
-                torch.zeros(1, count, dtype=torch.int32, device="cpu"), self._tagged(layer.seen, count), layer.seen
-            )
-        self.feed(layer, count)
-
-    def _tagged(self, seen: int, count: int) -> Tensor:
-        """Tags u8 (1, count), an evenly spread share of them narrow if the scheme has such a tag."""
-        codes = torch.arange(UNTAGGED + 1, dtype=torch.uint8, device="cpu")[None]
-        some = torch.zeros(1, 1, codes.shape[1], 1, dtype=torch.float32, device="cpu")
-        bits = self.scheme.token_bits(some, some, torch.zeros_like(codes, dtype=torch.int32), codes)
-        low = self.scheme.layout(self.key_dim, self.value_dim).keys.formats[0].bits
-        found = [] if bits is None else (bits[0] == low).nonzero().flatten().tolist()
-        at = (
-            torch.arange(seen, seen + count + 1, dtype=torch.float64, device="cpu")
-            .mul(self.narrow)
-            .floor()
-            .diff()[None]
-        )
-        return torch.where(at > 0, found[0] if found else UNTAGGED, UNTAGGED).to(torch.uint8)
 
     def shortened(self, come: Arrival) -> int:
         """Length of a shorter prompt that leaves the same bytes under a budget; whole chunks are left out."""
@@ -249,13 +223,13 @@ class _Prompts:
         layer = self._after.pop(near, None) or self.kind.fresh()
         self._after[near] = copy.deepcopy(layer)
         for _ in range(near, whole):
-            self.kind.feed_prompt(layer, self.chunk)
+            self.kind.feed(layer, self.chunk)
         self._after[whole] = copy.deepcopy(layer)
         while len(self._after) > 3:
             # Layers used least recently go first: a bisection comes back to the others.
             del self._after[next(iter(self._after))]
         if rest:
-            self.kind.feed_prompt(layer, rest)
+            self.kind.feed(layer, rest)
         return layer
 
 
@@ -290,14 +264,12 @@ def layer_bytes(
         window: tokens that a query sees; 0 for all.
     """
     scheme.layout(key_dim, value_dim).check(key_dim, value_dim)
-    kind = _Kind(
-        scheme, key_dim, value_dim, itemsize, come.headroom is not None, come.captured, come.narrow, place, window
-    )
+    kind = _Kind(scheme, key_dim, value_dim, itemsize, come.headroom is not None, come.captured, place, window)
     with torch.no_grad():
         prompt = kind.shortened(come)
         layer = kind.fresh() if come.chunk is None else _prompts(kind, come.chunk).layer(prompt)
         if come.chunk is None and prompt:
-            kind.feed_prompt(layer, prompt)
+            kind.feed(layer, prompt)
         held = kind.bytes_of(layer, batch, heads, share) if layer.store is not None else 0
         for _ in kind.steps(layer, come):
             held = max(held, kind.bytes_of(layer, batch, heads, share))

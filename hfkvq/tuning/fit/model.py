@@ -138,7 +138,6 @@ def cache_bytes(
     *,
     generated: int = 0,
     chunk: int | None = None,
-    narrow: float = 0.0,
     graphs: bool | None = None,
     headroom: float = 0.25,
 ) -> int:
@@ -146,8 +145,8 @@ def cache_bytes(
 
     The cache's own growth is followed: one that a prompt of one piece fills has no room to spare, one that grows while
     tokens are generated keeps up to a quarter, in the buffers of captured steps or without them. Schemes that evict are
-    counted with the greatest share of whole tokens that they allow; the same counts wherever tokens have widths by
-    tags, of which ``narrow`` tells the share.
+    counted with the greatest share of whole tokens that they allow; where tokens have widths by tags, all have the
+    wider one.
 
     Args:
         config: of the model (or the model); its weights are not needed.
@@ -157,7 +156,6 @@ def cache_bytes(
         dtype: of keys and values; the config's by default.
         generated: how many of them come one by one.
         chunk: the prompt comes in pieces of so many tokens (``prefill_chunk_size`` of ``generate``).
-        narrow: share of the prompt's tokens in the narrow width of a scheme that reads tags.
         graphs: whether steps are captured, see `hfkvq.MixedKVCache`; False counts caches on the CPU as well.
         headroom: see `hfkvq.MixedKVCache`.
 
@@ -171,8 +169,6 @@ def cache_bytes(
         raise ValueError(f"generated: got {generated}, allowed no more than the context of {context} tokens.")
     if chunk is not None and chunk <= 16:
         raise ValueError(f"chunk: got {chunk}, allowed more than 16 tokens; use None for a prompt in one piece.")
-    if not 0 <= narrow <= 1:
-        raise ValueError(f"narrow: got {narrow}, allowed 0 to 1.")
     model = outline_of(config)
     size = (model.dtype if dtype is None else dtype).itemsize
     if preset is None:
@@ -180,7 +176,7 @@ def cache_bytes(
     chosen = get_preset(preset)
     buffered, captured = _kind_of_steps(model, chosen)
     ahead = headroom if buffered else None
-    come = Arrival(context - generated, generated, chunk, narrow, ahead, captured and graphs_enabled(graphs))
+    come = Arrival(context - generated, generated, chunk, ahead, captured and graphs_enabled(graphs))
     held, share = model.stock_bytes(batch, context, size), queries_per_head(model.text)
     schemes = chosen.by_layer(len(model.layers))
     places = _places(schemes, context)
@@ -274,7 +270,7 @@ def plan(
 
     def needs(tokens: int, rows: int) -> tuple[int, int]:
         generated = min(come.generated, tokens - 1)
-        options = {"generated": generated, "chunk": come.chunk, "narrow": come.narrow}
+        options = {"generated": generated, "chunk": come.chunk}
         held = cache_bytes(model, preset, tokens, rows, dtype, **options)
         return held, peak(model, rows, tokens - generated, size, come.chunk)
 
