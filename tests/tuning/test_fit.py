@@ -193,7 +193,7 @@ def test_long_prompts_under_a_budget_are_those_of_their_last_pieces(name, chunk,
     layer_bytes.cache_clear()
     layer._prompts.cache_clear()
     assert found[0] == found[1]
-    kind = layer._Kind(scheme, 64, 64, 2, False, False, 0.0, (0, 4), 0)
+    kind = layer._Kind(scheme, 64, 64, 2, False, False, (0, 4), 0)
     monkeypatch.setattr(layer._Kind, "shortened", counted)
     assert kind.shortened(Arrival(1500, 40, chunk)) < 900
 
