@@ -1,7 +1,9 @@
-"""The command ``hfkvq doctor``: which presets a model can be trusted with, and a report to send with a bug."""
+"""The commands ``hfkvq doctor`` and ``hfkvq env``: presets that suit a model, and what a bug report says."""
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     Record = dict[str, Any]
 
 app = typer.Typer()
+
+PACKAGES = ("torch", "transformers", "triton", "accelerate", "safetensors", "lm-eval", "optuna", "liger-kernel")
 
 STYLES = {"safe": "green", "lossy": "yellow", "unsafe": "bold red", "refused": "dim"}
 
@@ -108,7 +112,6 @@ def _examine(
     from transformers.utils import logging
 
     import hfkvq
-    from hfkvq.env_cli import environment
     from hfkvq.measure.demo.prompts import Subject
     from hfkvq.measure.divergence import subject as subjects
     from hfkvq.measure.divergence.naming import parse_schemes
@@ -224,3 +227,35 @@ def report_lines(record: Record) -> list[str]:
         "",
         *("  ".join(f"{x:<{w}}" for x, w in zip(cells, widths, strict=True)).rstrip() for cells in rows),
     ]
+
+
+def environment() -> dict[str, str]:
+    """Versions, GPUs and settings, by what they are of."""
+    import torch
+
+    import hfkvq
+    from hfkvq.measure.records import commit, versions
+
+    found = versions(*PACKAGES)
+    source = commit()
+    # A package is named by its version; its folder stays private.
+    said = {"hfkvq": f"{hfkvq.__version__}, {f'checkout at {source}' if source else 'package'}"}
+    said |= {"python": str(found["python"]), "platform": platform.platform()}
+    said |= {name: found[name] or "not installed" for name in PACKAGES}
+    said["cpu"] = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    said["CUDA of torch"] = torch.version.cuda or "none"
+    if not torch.cuda.is_available():
+        said["GPU"] = "none"
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        about = torch.cuda.get_device_properties(index)
+        room = about.total_memory / 2**30
+        said[f"GPU {index}"] = f"{about.name}, {room:.0f} GiB, compute capability {about.major}.{about.minor}"
+    return said
+
+
+@app.command()
+def env() -> None:
+    """Show the versions and GPUs to name in a bug report."""
+    said = environment()
+    width = max(map(len, said))
+    typer.echo("\n".join(f"{name:<{width}}  {value}" for name, value in said.items()))

@@ -28,7 +28,6 @@ TRANSFORMERS_PACKAGES = (
     "hfkvq.doctor_cli",
     "hfkvq.lm_eval",
     "hfkvq.serving",
-    "hfkvq.watch_cli",
     *(f"hfkvq.measure.{name}" for name in ("demo", "divergence", "models", "reference")),
 )
 
