@@ -9,7 +9,7 @@ import sys
 import time
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -38,11 +38,6 @@ from hfkvq.tuning.cli import app as tuning_app
 from hfkvq.tuning.fit.cli import app as fit_app
 
 # torch and Transformers are imported inside the commands, so that help comes at once.
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from hfkvq.caches.tags import ChatFormat
-
 app = typer.Typer(
     help="Compressed KV caches for Hugging Face Transformers.",
     no_args_is_help=True,
@@ -83,6 +78,7 @@ def schemes(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List all presets with bits, loss, speed and description. With a NAME, explain that preset and its options."""
+    from hfkvq.caches.schemes.base import list_schemes
     from hfkvq.caches.schemes.preset import get_preset
     from hfkvq.measure import presets
 
@@ -94,7 +90,8 @@ def schemes(
             make_console().print(presets.preset_page(item))
         return
     if as_json:
-        typer.echo(json.dumps(presets.describe_all(), indent=2))
+        found = [presets.describe(name, scheme) for name, scheme in list_schemes().items()]
+        typer.echo(json.dumps(found, indent=2))
         return
     console = make_console(piped=160)
     console.print(presets.schemes_table(console.width))
@@ -304,24 +301,6 @@ def watch(
             console.print(said, markup=False, highlight=False)
 
 
-def _chat_format(given: str | None) -> ChatFormat | None:
-    """A chat format by name, or from a file."""
-    from hfkvq.caches.tags import ChatFormat, get_format
-
-    if given is None:
-        return None
-    return ChatFormat.from_file(given) if Path(given).suffix else get_format(given)
-
-
-def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    from hfkvq.measure.models import find_model, load_tokenizer
-
-    try:
-        return load_tokenizer(find_model(name))
-    except (OSError, ValueError) as error:
-        fail(f"tokenizer: {error}")
-
-
 @app.command()
 def tag(
     tokenizer: Annotated[str, typer.Option(help="Tokenizer with a chat template: a folder or a name on the Hub.")],
@@ -339,14 +318,19 @@ def tag(
     from transformers.utils import logging
 
     from hfkvq import tagging_cli
-    from hfkvq.caches.tags import Tagger
-    from hfkvq.measure.models import find_model, load_processor
+    from hfkvq.caches.tags import ChatFormat, Tagger, get_format
+    from hfkvq.measure.models import find_model, load_processor, load_tokenizer
     from hfkvq.tuning.conversations import encode
 
-    form = _chat_format(chat_format)
+    form = None
+    if chat_format is not None:
+        form = ChatFormat.from_file(chat_format) if Path(chat_format).suffix else get_format(chat_format)
     conversations = tagging_cli.read_conversations(messages)
     logging.set_verbosity_error()
-    reader = _load_tokenizer(tokenizer)
+    try:
+        reader = load_tokenizer(find_model(tokenizer))
+    except (OSError, ValueError) as error:
+        fail(f"tokenizer: {error}")
     found = []
     shown = any(one.images for one in conversations)
     maker = load_processor(find_model(tokenizer)) if shown else reader

@@ -28,7 +28,6 @@ from hfkvq.caches.schemes.base import (
     entry_of,
     get_scheme,
     in_order,
-    list_schemes,
     presets,
 )
 from hfkvq.caches.schemes.eviction import EvictionScheme, TokenEviction
@@ -110,11 +109,6 @@ def allowed_words(field: dataclasses.Field[Any]) -> str:
     if high is None:
         return f"from {_words(low)}"
     return f"up to {_words(high)}" if low is None else f"{_words(low)} to {_words(high)}"
-
-
-def default_words(field: dataclasses.Field[Any]) -> str:
-    """A knob's default; of long tables how long they are."""
-    return f"{len(field.default)} entries" if isinstance(field.default, tuple) else _words(field.default)
 
 
 HEAD_DIM = 128
@@ -259,11 +253,6 @@ def describe(name: str, scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, A
     }
 
 
-def describe_all() -> list[dict[str, Any]]:
-    """Every preset, aliases included."""
-    return [describe(name, scheme) for name, scheme in list_schemes().items()]
-
-
 def widest_first(names: Iterable[str]) -> list[str]:
     """Presets by their bits in a long context; those that evict come last, since they hold a budget."""
 
@@ -280,38 +269,13 @@ def bits_words(least_most: list[float]) -> str:
     return f"{least:.2f}" if least == most else f"{least:.2f}–{most:.2f}"
 
 
-def knob_words(name: str, value: Any) -> str:
-    """A knob as it is printed."""
-    # A table of widths by tag would take the whole screen.
-    if isinstance(value, tuple):
-        return f"{name}: {len(value)} entries"
-    return f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value!r}"
-
-
 # The table and the page of `hfkvq schemes`.
-
-
-def kept_bits(scheme: Scheme) -> str:
-    """Bits in a long context; with a star those of a token that is kept."""
-    return bits_words(long_context_bits(scheme)) + ("*" if scheme.evicts else "")
-
-
-def loss_words(preset: str) -> str:
-    """Perplexity of the real model under the preset."""
-    found = figure("loss", preset)
-    return NOTHING if found is None else _change(found["perplexity_ratio"])
 
 
 def _change(ratio: float) -> str:
     """In per cent, with its sign unless it rounds to nothing."""
     words = f"{100 * (ratio - 1):+.1f}"
     return f"{'0.0' if words in ('+0.0', '-0.0') else words} %"
-
-
-def step_time(preset: str) -> str:
-    """Milliseconds of a step."""
-    found = figure("steps", preset)
-    return number(None if found is None else found["ms"], 1)
 
 
 def _purpose(name: str) -> str:
@@ -326,8 +290,12 @@ def schemes_table(width: int) -> Table:
     """A line for each preset; what a screen of this width has no room for ends in dots."""
     rows = []
     for name in in_order():
-        shown = f"{name} (default)" if name == DEFAULT_SCHEME else name
-        rows.append((shown, kept_bits(get_scheme(name)), loss_words(name), step_time(name), _purpose(name)))
+        shown, scheme = f"{name} (default)" if name == DEFAULT_SCHEME else name, get_scheme(name)
+        # With a star the bits of a token that is kept.
+        bits = bits_words(long_context_bits(scheme)) + ("*" if scheme.evicts else "")
+        loss, steps = figure("loss", name), figure("steps", name)
+        change = NOTHING if loss is None else _change(loss["perplexity_ratio"])
+        rows.append((shown, bits, change, number(steps and steps["ms"], 1), _purpose(name)))
     view = narrow_table(padding=(0, 2, 0, 0), collapse_padding=False)
     room = width - 2
     for place, title in enumerate(("preset", "bits", "loss", "ms")):
@@ -354,13 +322,6 @@ def schemes_notes() -> list[str]:
     ]
 
 
-def named_class(scheme: Scheme) -> str | None:
-    """The cache that is named after a scheme, if there is one."""
-    own = type(scheme)
-    found = (cls.__name__ for cls in NamedCache.__subclasses__() if entry_of(cls.preset_name)[0] is own)
-    return next(found, None)
-
-
 def explain(name: str, preset: Preset) -> dict[str, Any]:
     """All that `describe` says, what each knob is for, and what was measured.
 
@@ -372,18 +333,21 @@ def explain(name: str, preset: Preset) -> dict[str, Any]:
     knobs = {
         knob: {
             "value": scheme.knobs()[knob],
-            "default": default_words(fields[knob]),
+            "default": f"{len(default)} entries" if isinstance(default, tuple) else _words(default),
             "allowed": allowed_words(fields[knob]),
             "about": texts.get(knob, ""),
         }
         for knob in dict.fromkeys([*texts, *fields])
+        for default in [fields[knob].default]
     }
     kin = {other: dict(entry_of(other)[1].knobs) for other in in_order() if entry_of(other)[0] is type(scheme)}
     equal = [other for other in presets() if get_scheme(other) == scheme]
     known = name if name in equal else next(iter(equal), name)
     measured = {kind: figure(kind, known) for kind in ("loss", "steps", "attention")}
+    # The cache that is named after the scheme, if there is one.
+    named = (cls.__name__ for cls in NamedCache.__subclasses__() if entry_of(cls.preset_name)[0] is type(scheme))
     found = describe(known, scheme) | {"name": name, "layers": {which: own.to_dict() for which, own in preset.layers}}
-    return found | {"explained": knobs, "presets": kin, "class_name": named_class(scheme), "measured": measured}
+    return found | {"explained": knobs, "presets": kin, "class_name": next(named, None), "measured": measured}
 
 
 def _facts(item: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -446,8 +410,9 @@ def preset_page(item: dict[str, Any]) -> Group:
     knobs.add_column("here", no_wrap=True)
     knobs.add_column("what it does")
     for name, knob in item["explained"].items():
-        value = tuple(knob["value"]) if isinstance(knob["value"], list) else knob["value"]
-        here = knob_words(name, value).removeprefix(f"{name}=").removeprefix(f"{name}: ")
+        value = knob["value"]
+        # A table of widths by tag would take the whole screen.
+        here = f"{len(value)} entries" if isinstance(value, (list, tuple)) else _words(value)
         words = Text(knob["about"].replace("``", ""))
         words.append(
             f" Default {knob['default']}" + (f"; allowed: {knob['allowed']}." if knob["allowed"] else "."), style="dim"
