@@ -133,12 +133,16 @@ def demo(
     from transformers.utils import logging
 
     from hfkvq.measure.demo import Settings, report, run_demo
-    from hfkvq.measure.demo.prompts import default_tasks, load
+    from hfkvq.measure.demo.prompts import CHAT_TASKS, load
+    from hfkvq.measure.models import SMOLLM2
+    from hfkvq.measure.reference import PLAIN_TASKS
 
     logging.disable_progress_bar()
     words = "nothing is saved, and the same command starts over; fewer --samples, --tasks or --schemes take less time."
+    # SmolLM2 is too small for the chat tasks.
+    usual = PLAIN_TASKS if model == SMOLLM2 else CHAT_TASKS
     settings = Settings(
-        tasks=default_tasks(model) if tasks is None else split(tasks),
+        tasks=usual if tasks is None else split(tasks),
         schemes=split(schemes),
         samples=samples,
         batch_size=batch_size,

@@ -229,11 +229,4 @@ def save_json(console: Console, record: Any, path: Path | None) -> None:
     """Writes a record, if a file was asked for."""
     if path is not None:
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        print_saved(console, path)
-
-
-def print_saved(console: Console, *paths: Path | None) -> None:
-    """Names the files that were written; None for those that nobody asked for."""
-    for path in paths:
-        if path is not None:
-            console.print(f"Saved {path}", highlight=False)
+        console.print(f"Saved {path}", highlight=False)

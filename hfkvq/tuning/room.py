@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -158,13 +158,6 @@ def _enough(counts: Tensor, coverage: float, most: int) -> int:
     return min(-(-count // RAISED_STEP) * RAISED_STEP, most)
 
 
-def with_room(preset: Preset, rooms: Sequence[LayerRoom]) -> Preset:
-    """A preset with this room in its layers; in the main scheme, which stands for all of them, the most of any."""
-    main = _roomy(preset.scheme, rooms[0].head_dim, max(room.bf16 for room in rooms), max(room.int4 for room in rooms))
-    own = [(str(room.layer), _roomy(main, room.head_dim, room.bf16, room.int4)) for room in rooms]
-    return dataclasses.replace(preset, scheme=main, layers=(*preset.layers, *own))
-
-
 def _roomy(scheme: Scheme, head_dim: int, bf16: int, int4: int) -> Scheme:
     share = bf16 / head_dim
     return get_scheme(scheme, most_bf16=share, most_int4=min(int4 / head_dim, 1.0 - share))
@@ -175,4 +168,8 @@ def fit_room(
 ) -> Preset:
     """A preset of MixKVQ whose layers have the room that its thresholds need: see `measure_room`."""
     preset = get_preset(preset)
-    return with_room(preset, measure_room(model, preset, tokens, coverage=coverage, batch_size=batch_size))
+    rooms = measure_room(model, preset, tokens, coverage=coverage, batch_size=batch_size)
+    # The main scheme stands for all layers, and has the most room of any.
+    main = _roomy(preset.scheme, rooms[0].head_dim, max(room.bf16 for room in rooms), max(room.int4 for room in rooms))
+    own = [(str(room.layer), _roomy(main, room.head_dim, room.bf16, room.int4)) for room in rooms]
+    return dataclasses.replace(preset, scheme=main, layers=(*preset.layers, *own))

@@ -32,7 +32,10 @@ def open_storage(where: str | None) -> BaseStorage | None:
     if "://" not in where:
         raise ValueError(f"storage: got {where!r}, allowed a URL (sqlite:///tuning.db, postgresql://...).")
     try:
-        return _database(_with_driver(where))
+        # SQLAlchemy takes the usual prefixes of PostgreSQL for an old driver.
+        scheme, _, rest = where.partition("://")
+        old = scheme not in ("postgres", "postgresql") or importlib.util.find_spec("psycopg2") is not None
+        return _database(where if old else f"postgresql+psycopg://{rest}")
     except ImportError as error:
         hint = " pip install 'hfkvq[postgres]' brings one." if where.startswith("postgres") else ""
         raise ValueError(f"storage: {hidden(where)!r} needs a driver that is not installed: {error}.{hint}") from None
@@ -48,13 +51,6 @@ def hidden(where: str) -> str:
         return make_url(where).render_as_string(hide_password=True) if "://" in where else where
     except ArgumentError:
         return where
-
-
-def _with_driver(url: str) -> str:
-    """URL with the installed driver of PostgreSQL, whose usual prefixes SQLAlchemy takes for an old one."""
-    scheme, _, rest = url.partition("://")
-    old = importlib.util.find_spec("psycopg2") is not None
-    return f"postgresql{'' if old else '+psycopg'}://{rest}" if scheme in ("postgres", "postgresql") else url
 
 
 def _database(url: str) -> RDBStorage:

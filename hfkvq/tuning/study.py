@@ -275,22 +275,6 @@ def _ends(distribution: BaseDistribution) -> Sequence[Any]:
     return (distribution.low, distribution.high)
 
 
-def suggest(trial: Trial, name: str, distribution: BaseDistribution) -> None:
-    """Chooses a trial's value of a knob."""
-    if isinstance(distribution, CategoricalDistribution):
-        trial.suggest_categorical(name, distribution.choices)
-    elif isinstance(distribution, IntDistribution):
-        trial.suggest_int(name, distribution.low, distribution.high)
-    else:
-        assert isinstance(distribution, FloatDistribution)
-        trial.suggest_float(name, distribution.low, distribution.high)
-
-
-def describe(space: Space) -> dict[str, Any]:
-    """Distributions as plain data, to compare spaces."""
-    return {name: json.loads(distribution_to_json(distribution)) for name, distribution in space.items()}
-
-
 def published(scheme: Scheme, space: Space) -> list[dict[str, Any]]:
     """Values of the searched knobs in the scheme and its presets: the first trials of a search.
 
@@ -371,7 +355,7 @@ def tune(
             raise ValueError(f"limits: got {limit!r}, allowed {', '.join(COSTS)}.")
     fixed = {key: value for key, value in preset.to_dict().items() if key not in distributions}
     setup = {
-        "space": describe(distributions),
+        "space": {knob: json.loads(distribution_to_json(each)) for knob, each in distributions.items()},
         "scheme": fixed,
         "objective": objective.name,
         "direction": objective.direction,
@@ -505,14 +489,21 @@ def _run(
 ) -> list[float]:
     """Measures a trial: value and cost. Ctrl-C puts its knobs back into the queue."""
     for knob, distribution in study.space.items():
-        suggest(trial, knob, distribution)
+        if isinstance(distribution, CategoricalDistribution):
+            trial.suggest_categorical(knob, distribution.choices)
+        elif isinstance(distribution, IntDistribution):
+            trial.suggest_int(knob, distribution.low, distribution.high)
+        else:
+            assert isinstance(distribution, FloatDistribution)
+            trial.suggest_float(knob, distribution.low, distribution.high)
     try:
         preset = study.preset_of(trial.params)
     except ValueError as error:
         # Knobs may be legal each, and not together.
         trial.set_user_attr("hfkvq:refused", str(error))
         raise optuna.TrialPruned from None
-    known = _recorded(study, trial)
+    # The score of an earlier trial with the same knobs holds for this one.
+    known = next((other for other in study.points() if other.knobs == trial.params), None)
     try:
         if known is not None:
             preset, score = known.preset, known.score
@@ -529,8 +520,3 @@ def _run(
     for name, limit in limits.items():
         trial.set_constraint(name, score.cost(name) - limit)
     return [score.value, score.cost(study.cost)]
-
-
-def _recorded(study: TuningStudy, trial: Trial) -> Point | None:
-    """Earlier trial with the same knobs, whose score holds for this one."""
-    return next((other for other in study.points() if other.knobs == trial.params), None)

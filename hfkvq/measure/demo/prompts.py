@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfkvq.measure.models import SMOLLM2, Source, find_model, load_model, load_tokenizer
-from hfkvq.measure.reference import PLAIN_TASKS, Example, evaluation_set, is_plain, with_outliers
+from hfkvq.measure.models import Source, find_model, load_model, load_tokenizer
+from hfkvq.measure.reference import Example, evaluation_set, is_plain, with_outliers
 
 SIZES = {"recall": "recall-80", "arithmetic": "arithmetic-6", "tools": "tools"}
 SIZES |= {"passkey": "passkey-512", "needle": "needle-512", "copy": "copy-256"}
@@ -21,11 +21,6 @@ CHAT_TASKS = ("recall", "arithmetic", "tools")
 
 # Beyond this the reference model was not trained, and other models need another --max-new-tokens by far; names run out.
 _LARGEST = {"recall": 280, "arithmetic": 100, "passkey": 131_072, "needle": 32_768, "copy": 32_768}
-
-
-def default_tasks(model: str | None) -> tuple[str, ...]:
-    """Tasks that a model is asked by default: SmolLM2 is too small for the chat tasks."""
-    return PLAIN_TASKS if model == SMOLLM2 else CHAT_TASKS
 
 
 def full_name(task: str) -> str:

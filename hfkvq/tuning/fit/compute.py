@@ -99,7 +99,12 @@ def compute(
     kind = found.dtype if dtype is None else getattr(torch, dtype)
     weights = weights_of(found, kind, checkpoint_bytes(source.path))
     if weights.total + spare >= memory:
-        raise ValueError(_no_room(memory, weights, spare))
+        raise ValueError(
+            f"gpu-memory: got {format_bytes(memory)}, but the weights take {format_bytes(weights.total)} "
+            f"({weights.source}) and --overhead {format_bytes(spare)}: "
+            f"{format_bytes(weights.total + spare - memory)} too much before any cache. Use a quantized "
+            "checkpoint, a smaller model, or more memory."
+        )
     come = Arrival(0, generated, prefill_chunk or None)
     most = None if beyond else found.positions
     presets = presets_for(found, schemes, default)
@@ -132,15 +137,6 @@ def _context(found: Outline, asked: int | None, beyond: bool) -> int:
             "load it with RoPE scaling (rope_parameters in its config), as its model card may say."
         )
     return asked
-
-
-def _no_room(memory: int, weights: Weights, spare: int) -> str:
-    return (
-        f"gpu-memory: got {format_bytes(memory)}, but the weights take {format_bytes(weights.total)} "
-        f"({weights.source}) and --overhead {format_bytes(spare)}: "
-        f"{format_bytes(weights.total + spare - memory)} too much before any cache. Use a quantized "
-        "checkpoint, a smaller model, or more memory."
-    )
 
 
 def presets_for(

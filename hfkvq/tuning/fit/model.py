@@ -185,7 +185,13 @@ def cache_bytes(
             dims = layer.key_dim, layer.value_dim
             own = scheme_for_window(scheme, layer.window, dims) if layer.window else scheme
             held += layer_bytes(own, layer.heads, *dims, size, batch, come, share, place, layer.window)
-    return held + (_record_bytes(come) * batch if "tags" in chosen.needs else 0)
+    if "tags" in chosen.needs:
+        # Ids and tags of a row, see `hfkvq.caches.layer_state.tags`.
+        room = 0
+        for end in (*come.ends(), *range(come.prompt + 1, context + 1)):
+            room = room_for_columns(room, end)
+        held += 5 * room * batch
+    return held
 
 
 def _places(schemes: Sequence[Scheme], context: int) -> list[tuple[int, int]]:
@@ -213,14 +219,6 @@ def _kind_of_steps(model: Outline, preset: Preset) -> tuple[bool, bool]:
         cache = MixedKVCache(copy.deepcopy(model.config), preset, graphs=True)
         model.captured[preset] = cache.compressed_layers[0].buffer is not None, cache.graphs is not None
     return model.captured[preset]
-
-
-def _record_bytes(come: Arrival) -> int:
-    """Ids and tags of a row, see `hfkvq.caches.layer_state.tags`."""
-    room = 0
-    for end in (*come.ends(), *range(come.prompt + 1, come.prompt + come.generated + 1)):
-        room = room_for_columns(room, end)
-    return 5 * room
 
 
 @dataclass(frozen=True, slots=True)

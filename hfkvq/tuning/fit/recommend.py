@@ -23,20 +23,17 @@ KLD = 2.0
 Perplexity of text that a model does not know may fall, though its predictions have changed."""
 
 
-def is_candidate(preset: Preset) -> bool:
-    """True for default candidates: presets that keep every token, and read no tags."""
-    return not any(scheme.evicts for scheme in preset.schemes) and not preset.needs & {"tags", "turns"}
-
-
 def candidates() -> list[str]:
     """Default candidates that are measured, or that `hfkvq fit` shows; each scheme once, the widest first."""
     found: dict[Any, str] = {}
     for name in in_order():
         entry = entry_of(name)[1]
         shown = "fit" in entry.lists or figure("loss", name) is not None
-        if shown and entry.group == "scheme" and is_candidate(get_preset(name)):
+        scheme = get_scheme(name)
+        # Presets that keep every token, and read no tags.
+        if shown and entry.group == "scheme" and not scheme.evicts and not scheme.needs & {"tags", "turns"}:
             # The first of a model's names are the short ones.
-            found.setdefault(get_scheme(name), name)
+            found.setdefault(scheme, name)
     return widest_first(found.values())
 
 

@@ -46,11 +46,9 @@ def test_unknown_tasks_are_refused(task: str) -> None:
         full_name(task)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"samples": 0}, {"batch_size": 0}, {"max_new_tokens": 1}, {"seed": -1}, {"tasks": ()}, {"kl_tokens": 0}]
-)
-def test_settings_are_checked(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+@pytest.mark.parametrize("wrong", [{"tasks": ()}, {"tasks": ("nosuch",)}, {"schemes": ("nosuch",)}])
+def test_settings_are_checked(wrong: dict[str, tuple[str, ...]]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))[:-1]):
         Settings(**wrong)
 
 
