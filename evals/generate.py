@@ -31,13 +31,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import CompileConfig, GenerationConfig
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
 from transformers.utils import logging
 
 from evals.shapes import SHAPES, build, get_config
@@ -47,7 +48,6 @@ from hfkvq.caches.named import TriAxialCache
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.caches.tags import Tagger, parse_tag
-from hfkvq.measure.divergence.naming import QUANTIZED
 from hfkvq.measure.records import clock, commit, device_name, now, versions
 from hfkvq.sizes import parse_count
 
@@ -111,6 +111,10 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def quantized(model: Any, room: int, backend: str, bits: int, axis: int) -> Cache:
+    return QuantizedCache(backend, text_config(model), nbits=bits, axis_key=axis, axis_value=axis)
+
+
 STOCK = {
     "dynamic": Engine("dynamic", lambda model, room: DynamicCache(config=text_config(model)), cudnn=True),
     "dynamic-nocudnn": Engine(
@@ -123,8 +127,10 @@ STOCK = {
         "static-compiled", lambda model, room: StaticCache(config=text_config(model), max_cache_len=room), "compiled"
     ),
     **{
-        name: Engine(name, lambda model, room, other=other: other.make(model.config))
-        for name, other in QUANTIZED.items()
+        f"{backend}-{bits}": Engine(f"{backend}-{bits}", partial(quantized, backend=backend, bits=bits, axis=axis))
+        # The axes that Transformers recommends for each.
+        for backend, axis in (("quanto", 0), ("hqq", 1))
+        for bits in (2, 4)
     },
 }
 

@@ -309,7 +309,7 @@ def watch(
 def tag(
     tokenizer: Annotated[str, typer.Option(help="Tokenizer with a chat template: a folder or a name on the Hub.")],
     messages: Annotated[
-        Path, input_file("JSON Lines: a message, or a conversation as for calibrate, per line; or one JSON list.")
+        Path, input_file("Conversations as for calibrate: JSON Lines of lists of messages, or of objects with them.")
     ],
     chat_format: Annotated[
         str | None,
@@ -324,12 +324,12 @@ def tag(
     from hfkvq import tagging_cli
     from hfkvq.caches.tags import ChatFormat, Tagger, get_format
     from hfkvq.measure.models import find_model, load_processor, load_tokenizer
-    from hfkvq.tuning.conversations import encode
+    from hfkvq.tuning.conversations import encode, load_conversations
 
     form = None
     if chat_format is not None:
         form = ChatFormat.from_file(chat_format) if Path(chat_format).suffix else get_format(chat_format)
-    conversations = tagging_cli.read_conversations(messages)
+    conversations = load_conversations(messages, "messages")
     logging.set_verbosity_error()
     try:
         reader = load_tokenizer(find_model(tokenizer))

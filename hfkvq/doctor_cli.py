@@ -113,7 +113,7 @@ def _examine(
 
     import hfkvq
     from hfkvq.measure.demo.prompts import Subject
-    from hfkvq.measure.divergence import subject as subjects
+    from hfkvq.measure.divergence import run as runs
     from hfkvq.measure.divergence.naming import parse_schemes
     from hfkvq.measure.divergence.windows import cut, find_texts
     from hfkvq.measure.doctor import EFFORTS, FLOOR, PRESETS, examine
@@ -121,12 +121,12 @@ def _examine(
 
     logging.disable_progress_bar()
     chosen = parse_schemes(list(dict.fromkeys((FLOOR, *(names or PRESETS.split())))))
-    found = subjects.find_checkpoint(model)
+    found = runs.find_checkpoint(model)
     source, effort = found.source, EFFORTS[where.type]
     refused = {}
     for name in list(chosen):
         try:
-            subjects.check_schemes(found, {name: chosen[name]})
+            runs.check_schemes(found, {name: chosen[name]})
         except ValueError as error:
             refused[name] = str(error)
             del chosen[name]

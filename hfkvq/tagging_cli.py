@@ -1,4 +1,4 @@
-"""Input and output of ``hfkvq tag``."""
+"""Output of ``hfkvq tag``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
-
-from hfkvq.bounded import json_lines, parse_json, read_bounded
-from hfkvq.tuning.conversations import Conversation, parse_conversation
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,27 +53,6 @@ def tagged(ids: Sequence[int], tags: Sequence[str], tokenizer: Any) -> Tagged:
         found.runs.append((tag, tokenizer.decode(list(ids[begin:end]), skip_special_tokens=False)))
         begin = end
     return found
-
-
-def read_conversations(path: Path) -> list[Conversation]:
-    """Conversations of a file: one message a line, or one conversation a line, or one JSON document of either.
-
-    Raises:
-        ValueError: the file holds something else, or mixes messages and conversations.
-    """
-    try:
-        text = read_bounded(path)
-        try:
-            whole = parse_json(text)
-        except ValueError:
-            whole = [line for _, line in json_lines(text)]
-        entries = whole if isinstance(whole, list) else [whole]
-        loose = [isinstance(given, dict) and "role" in given for given in entries]
-        if any(loose) and not all(loose):
-            raise ValueError("it mixes messages and conversations; write only one kind, one per line")
-        return [parse_conversation(given) for given in ([entries] if all(loose) else entries)]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"messages: {path} cannot be read: {error}.") from None
 
 
 def style_of(tag: str) -> str:

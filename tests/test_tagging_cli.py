@@ -32,7 +32,7 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture
 def messages(tmp_path):
     path = tmp_path / "messages.jsonl"
-    path.write_text("\n".join(map(json.dumps, MESSAGES)) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(MESSAGES) + "\n", encoding="utf-8")
     return path
 
 
@@ -62,21 +62,12 @@ def test_json(tokenizer, messages):
     assert one["tags"][-1] == "current|text|delim"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        json.dumps(MESSAGES),
-        json.dumps([MESSAGES, MESSAGES]),
-        json.dumps(MESSAGES) + "\n\n" + json.dumps({"messages": MESSAGES}),
-    ],
-    ids=["messages", "conversations", "lines"],
-)
-def test_files_of_messages(tokenizer, tmp_path, messages, text):
-    path = tmp_path / "given.json"
-    path.write_text(text, encoding="utf-8")
-    wanted = json.loads(run("--tokenizer", tokenizer, "--messages", messages, "--json").output)["conversations"][0]
+def test_several_conversations(tokenizer, tmp_path, messages):
+    path = tmp_path / "given.jsonl"
+    path.write_text(json.dumps(MESSAGES) + "\n\n" + json.dumps({"messages": MESSAGES}), encoding="utf-8")
+    (wanted,) = json.loads(run("--tokenizer", tokenizer, "--messages", messages, "--json").output)["conversations"]
     found = json.loads(run("--tokenizer", tokenizer, "--messages", path, "--json").output)["conversations"]
-    assert found == [wanted] * (1 if text.startswith("[{") and "\n" not in text else 2)
+    assert found == [wanted] * 2
 
 
 def test_tools_and_a_format_by_name(tokenizer, tmp_path):

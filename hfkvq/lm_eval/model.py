@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 import torch
@@ -30,7 +32,6 @@ from hfkvq.measure.models import find_model
 from hfkvq.measure.records import clock
 
 from .arguments import check_loading, check_options, take_arguments
-from .cost import Cost, total
 from .likelihood import Answer, Request, Scorer, batches, group_requests
 
 # Within lm-eval's tree of loggers, whose command line shows that tree alone.
@@ -41,6 +42,77 @@ HFLM: Any = huggingface.HFLM
 
 _MODEL_OPTIONS = frozenset(inspect.signature(HFLM.__init__).parameters)
 _TYPES = get_type_hints(HFLM.__init__)
+
+
+@dataclass
+class Cost:
+    """Sums over the caches of a task.
+
+    Attributes:
+        requests: number of answers.
+        context_tokens: tokens of all prompts, without padding.
+        generated_tokens: tokens of all answers.
+        steps: generated tokens without the first of each answer, which the prompt's forward gives.
+        seconds: time from the first tokens to the last ones.
+        held: bytes of the compressed layers when an answer was finished.
+        bf16: bytes of the same keys and values in bf16.
+        sealed: the part of ``bf16`` in caches that have sealed anything.
+        payload: code bits times ``sealed``.
+        keys: mean width of the keys' channels times ``sealed``.
+        peak: bytes of the largest cache, all layers counted.
+    """
+
+    requests: int = 0
+    context_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    held: int = 0
+    bf16: int = 0
+    sealed: int = 0
+    payload: float = 0.0
+    keys: float = 0.0
+    peak: int = 0
+
+    def add_answers(self, context_tokens: int, lengths: Sequence[int], seconds: float) -> None:
+        """Adds a batch of prompts, with answers of so many tokens each."""
+        self.requests += len(lengths)
+        self.context_tokens += context_tokens
+        self.generated_tokens += sum(lengths)
+        self.steps += sum(max(length - 1, 0) for length in lengths)
+        self.seconds += seconds
+
+    def add_cache(self, held: int, bf16: int, code_bits: float, key_bits: float) -> None:
+        """Adds a cache's bytes. ``code_bits`` is NaN where it has sealed nothing."""
+        self.held += held
+        self.bf16 += bf16
+        if not math.isnan(code_bits):
+            self.sealed += bf16
+            self.payload += code_bits * bf16
+            self.keys += key_bits * bf16
+
+    def figures(self) -> dict[str, Any]:
+        """Means and rates by name; None where nothing was measured."""
+        return {
+            "code_bits": self.payload / self.sealed if self.sealed else None,
+            "key_bits": self.keys / self.sealed if self.sealed else None,
+            "total_bits": 16 * self.held / self.bf16 if self.bf16 else None,
+            "peak_cache_bytes": self.peak,
+            "tokens_per_second": self.steps / self.seconds if self.seconds else None,
+            "generated_tokens": self.generated_tokens,
+            "requests": self.requests,
+            "context_tokens": self.context_tokens / self.requests if self.requests else None,
+        }
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    """Sum of costs; the peak is the largest."""
+    whole = Cost()
+    for cost in costs:
+        for name, value in vars(cost).items():
+            mine = getattr(whole, name)
+            setattr(whole, name, max(mine, value) if name == "peak" else mine + value)
+    return whole
 
 
 class _FirstToken(LogitsProcessor):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .calibration import calibrate
     from .conversations import Conversation, load_conversations, parse_conversation
     from .layerwise import LayerPlan, tune_layers
-    from .objectives import LmEvalTasks, TextKLD, Timed
+    from .objectives import LmEvalTasks, TextKLD
     from .room import fit_room, measure_room
     from .score import Score
     from .sensitivity import Sensitivity
@@ -23,7 +23,7 @@ _HOMES = {
     "calibrate": "calibration",
     **dict.fromkeys(("Conversation", "load_conversations", "parse_conversation"), "conversations"),
     **dict.fromkeys(("LayerPlan", "tune_layers"), "layerwise"),
-    **dict.fromkeys(("LmEvalTasks", "TextKLD", "Timed"), "objectives"),
+    **dict.fromkeys(("LmEvalTasks", "TextKLD"), "objectives"),
     **dict.fromkeys(("fit_room", "measure_room"), "room"),
     "Score": "score",
     "Sensitivity": "sensitivity",
@@ -38,7 +38,6 @@ __all__ = [
     "Score",
     "Sensitivity",
     "TextKLD",
-    "Timed",
     "TuningStudy",
     "allocate",
     "calibrate",

@@ -194,16 +194,10 @@ def tune(
     ] = 0.99,
     cost: Annotated[
         str,
-        typer.Option(
-            help="total_bits, cache_bytes, milliseconds (of a step) or key_bits (mean width of key channels, MixKVQ's "
-            "effective bits)."
-        ),
+        typer.Option(help="total_bits, cache_bytes or key_bits (mean width of key channels, MixKVQ's effective bits)."),
     ] = "total_bits",
     max_total_bits: Annotated[float | None, number_option("Limit on bits per element, every byte counted.")] = None,
     max_key_bits: Annotated[float | None, number_option("Limit on the keys' mean width (MixKVQ, C.2).")] = None,
-    max_milliseconds: Annotated[
-        float | None, number_option("Limit on the time of a step in milliseconds, which is then measured.")
-    ] = None,
     storage: Annotated[
         str | None,
         typer.Option(
@@ -238,7 +232,7 @@ def tune(
     from .storage import hidden
 
     kept = storage or "sqlite:///hfkvq-tuning.db"
-    limited = {"total_bits": max_total_bits, "milliseconds": max_milliseconds, "key_bits": max_key_bits}
+    limited = {"total_bits": max_total_bits, "key_bits": max_key_bits}
     limits: dict[Any, float] = {name: limit for name, limit in limited.items() if limit is not None}
     console = make_console()
     try:
@@ -259,7 +253,6 @@ def tune(
                 chunk=chunk,
                 batch_size=batch_size,
                 cost=cost,
-                milliseconds=cost == "milliseconds" or max_milliseconds is not None,
                 seed=seed,
                 device=pick_device(device),
                 dtype=dtype.value,

@@ -54,7 +54,7 @@ class Request:
     inputs: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
-def load_conversations(path: str | Path) -> list[Conversation]:
+def load_conversations(path: str | Path, name: str = "data") -> list[Conversation]:
     """Reads JSON Lines: ``{"messages": [...], "tools": [...]}``, a bare list of messages, or an agent's trace.
 
     Messages may also stand under "conversation", "conversations", "trajectory" or "history", and be ShareGPT's
@@ -62,19 +62,22 @@ def load_conversations(path: str | Path) -> list[Conversation]:
     Images stand in a message's content, as ``{"type": "image", "path": ...}`` (or "url", or "base64") or as OpenAI's
     ``{"type": "image_url", "image_url": {"url": ...}}``.
 
+    Args:
+        name: of the option, for errors.
+
     Raises:
         ValueError: there is no such file, a line is no conversation (its number is told), or there are none.
     """
     try:
         text = read_bounded(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"data: {path} cannot be read ({error}).") from None
+        raise ValueError(f"{name}: {path} cannot be read ({error}).") from None
     try:
         found = [_conversation(number, line) for number, line in json_lines(text)]
     except ValueError as error:
-        raise ValueError(f"data: {path}: {error}.") from None
+        raise ValueError(f"{name}: {path}: {error}.") from None
     if not found:
-        raise ValueError(f"data: {path} holds no conversation; write one JSON object with its messages per line.")
+        raise ValueError(f"{name}: {path} holds no conversation; write one JSON object with its messages per line.")
     return found
 
 

@@ -1,23 +1,18 @@
-"""Objectives: KL divergence on text, lm-eval's tasks, and milliseconds beside either of them."""
+"""Objectives: KL divergence on text, and lm-eval's tasks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from hfkvq.caches.base.model_calls import with_cache
-from hfkvq.caches.named import make_cache
 from hfkvq.caches.schemes.preset import Preset
 from hfkvq.measure.divergence.intervals import mean_interval
 from hfkvq.measure.divergence.measurement import measure
-from hfkvq.measure.records import clock
 
-from .score import Objective, Score
+from .score import Score
 
 
 class TextKLD:
@@ -143,46 +138,3 @@ def _values(samples: Mapping[str, list[dict[str, Any]]], task: str, metric: str 
         known = sorted({f"{each},{row['filter']}" for row in rows for each in row["metrics"]})
         raise ValueError(f"tasks: {task!r} has no metric {metric!r}; it has {', '.join(known)}.")
     return [float(value) for value in found]
-
-
-class Timed:
-    """Another objective, with the milliseconds of a decode step beside it.
-
-    Args:
-        model: that is timed, on its device.
-        context: tokens before the steps.
-        batch: rows.
-        steps: number of steps, of whose times the median counts.
-        tokenizer: for schemes that read roles.
-    """
-
-    def __init__(
-        self, objective: Objective, model: Any, *, context: int, batch: int = 1, steps: int = 32, tokenizer: Any = None
-    ) -> None:
-        self.objective, self.model, self.tokenizer = objective, model, tokenizer
-        self.context, self.batch, self.steps = context, batch, steps
-        self.name = objective.name
-        self.direction: Literal["minimize", "maximize"] = objective.direction
-
-    def __call__(self, preset: Preset) -> Score:
-        """Measures both."""
-        score = self.objective(preset)
-        return replace(score, milliseconds=self.milliseconds(preset))
-
-    @torch.inference_mode()
-    def milliseconds(self, preset: Preset) -> float:
-        """Median of a step's milliseconds."""
-        cache = make_cache(self.model, preset, self.tokenizer)
-        device = self.model.device
-        ids = torch.randint(
-            3, self.model.config.get_text_config().vocab_size, (self.batch, self.context), device=device
-        )
-        self.model(input_ids=ids, **with_cache(self.model, cache), use_cache=True, logits_to_keep=1)
-        times = []
-        # Steps before the fifth capture graphs.
-        for step in range(self.steps + 4):
-            begin = clock(device)
-            self.model(input_ids=ids[:, :1], **with_cache(self.model, cache), use_cache=True)
-            if step >= 4:
-                times.append(clock(device) - begin)
-        return 1000 * sorted(times)[len(times) // 2]

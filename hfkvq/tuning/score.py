@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from hfkvq.caches.schemes.preset import Preset
 
-Cost = Literal["total_bits", "cache_bytes", "milliseconds", "key_bits"]
-COSTS: tuple[Cost, ...] = ("total_bits", "cache_bytes", "milliseconds", "key_bits")
+Cost = Literal["total_bits", "cache_bytes", "key_bits"]
+COSTS: tuple[Cost, ...] = ("total_bits", "cache_bytes", "key_bits")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class Score:
         total_bits: bits per element, every byte counted.
         code_bits: payload bits per element of sealed pages.
         cache_bytes: held at the end of a sample, or None.
-        milliseconds: of a decode step, or None.
         samples: number of independent samples.
         low: end of the value's 95 % interval, or None.
         key_bits: mean width of the keys' channels as raised, without scales (MixKVQ's B_eff, equation 17), or None.
@@ -31,7 +30,6 @@ class Score:
     total_bits: float
     code_bits: float = math.nan
     cache_bytes: float | None = None
-    milliseconds: float | None = None
     samples: int = 1
     low: float | None = None
     high: float | None = None

@@ -15,8 +15,8 @@ import torch
 from rich.table import Table
 
 from hfkvq.caches import Preset, get_preset, list_schemes
-from hfkvq.measure.divergence import subject as subjects
 from hfkvq.measure.divergence.intervals import check_scipy
+from hfkvq.measure.divergence.run import check_lengths, check_schemes, find_checkpoint
 from hfkvq.measure.divergence.windows import cut, find_texts
 from hfkvq.measure.models import Source, load_model
 from hfkvq.measure.reference import with_outliers
@@ -24,7 +24,7 @@ from hfkvq.measure.tables import new_table
 from hfkvq.progress import progress_bar
 from hfkvq.version import __version__
 
-from .objectives import LmEvalTasks, TextKLD, Timed
+from .objectives import LmEvalTasks, TextKLD
 from .room import COVERAGE, fit_room, raises_by_threshold
 from .score import COSTS, Objective, Score
 from .storage import open_storage
@@ -75,7 +75,6 @@ def make_plan(
     chunk: int,
     batch_size: int,
     cost: str,
-    milliseconds: bool,
     seed: int,
     device: Any,
     dtype: str,
@@ -102,8 +101,8 @@ def make_plan(
         raise ValueError(f"text: got text, but the objective {objective!r} does not use it; leave it out.")
     space_of(preset.scheme, space)
     kind = None if dtype == "auto" else getattr(torch, dtype)
-    checkpoint = subjects.find_checkpoint(model)
-    subjects.check_schemes(checkpoint, {"": preset})
+    checkpoint = find_checkpoint(model)
+    check_schemes(checkpoint, {"": preset})
     given = find_texts(text, None, "test", "text", False, seed) if text else None
     # Opened anew by `run`; before anything slow it tells whether it can be, but not before text that is short.
     if objective == "kld" and not text:
@@ -122,7 +121,7 @@ def make_plan(
         about["coverage"] = coverage
     if objective == "kld":
         prompt = context * 3 // 4 if prefill is None else prefill
-        subjects.check_lengths(checkpoint, context, prompt)
+        check_lengths(checkpoint, context, prompt)
         texts = given or find_texts(None, dataset, "test", "text", checkpoint.source.reference, seed)
         windows = cut(texts, checkpoint.tokenizer, context, samples + held_out)
         if len(windows.tokens) < samples + held_out:
@@ -145,8 +144,6 @@ def make_plan(
             checkpoint.source, tasks, samples, held_out, batch_size, str(device), dtype, storage
         )
         about["tasks"] = list(tasks)
-    if milliseconds:
-        one = Timed(one, loaded, context=context, batch=batch_size, tokenizer=checkpoint.tokenizer)
     if thresholds and tokens is None and (text or dataset):
         texts = given or find_texts(None, dataset, "test", "text", False, seed)
         found = cut(texts, checkpoint.tokenizer, context, samples)

@@ -1,4 +1,4 @@
-"""`lm_eval --model hf-kvq` as typed, `python -m hfkvq.lm_eval`, and the costs in lm-eval's results."""
+"""`lm_eval --model hf-kvq` as typed, and the costs in lm-eval's results."""
 
 import importlib
 import importlib.util
@@ -49,13 +49,12 @@ def test_lm_eval_knows_the_name(installed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plain", [False, True])
-def test_lm_eval_as_typed(installed, tmp_path, plain):
+def test_lm_eval_as_typed(installed, tmp_path):
     """In a process of its own; costs are in what it logs and saves."""
     options = f"pretrained={reference_path()},scheme=kitty,boost_ratio=0.2,dtype=float32"
     ran = subprocess.run(
         [
-            *([sys.executable, "-m", "hfkvq.lm_eval"] if plain else [installed]),
+            installed,
             *("--model", "hf-kvq", "--model_args", options, "--device", "cpu", "--batch_size", "2"),
             *("--include_path", TASKS, "--tasks", "ref_recall", "--limit", "2"),
             *("--output_path", tmp_path, "--log_samples"),

@@ -35,7 +35,7 @@ def kld(
         str | None,
         typer.Option(
             help="Presets, comma-separated, also with options: kivi-2,kitty:boost_ratio=0.2:sink_length=0. Others: "
-            "quanto-2, quanto-4, hqq-2, hqq-4, or the import path of a cache class, module:Class. "
+            "the import path of a cache class, module:Class, e.g. transformers:QuantizedCache:backend=quanto. "
             r"\[default: full and the main ones]"
         ),
     ] = None,

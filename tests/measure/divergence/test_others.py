@@ -7,9 +7,11 @@ import torch
 from transformers.cache_utils import QuantizedCache, QuantizedLayer
 
 from hfkvq.measure.divergence import measure
-from hfkvq.measure.divergence.naming import QUANTIZED, find_other, parse_measured
+from hfkvq.measure.divergence.naming import find_other, parse_measured
 from tests.caches.models import build, prompt
 from tests.command import assert_refused, invoke
+
+QUANTO = "transformers:QuantizedCache:backend=quanto:nbits=4"
 
 
 class Bytes(QuantizedLayer):
@@ -31,8 +33,8 @@ def backend(monkeypatch):
 
 def test_a_real_cache_and_all_its_bytes(backend) -> None:
     model, tokens = build("qwen3"), prompt(2, 300)
-    assert isinstance(QUANTIZED["quanto-4"].prepare(model, None, tokens)(), QuantizedCache)
-    found = measure(model, tokens, parse_measured(["full", "quanto-4"]), prefill=200, chunk=10, batch_size=2)
+    assert isinstance(find_other(QUANTO).prepare(model, None, tokens)(), QuantizedCache)
+    found = measure(model, tokens, parse_measured(["full", QUANTO]), prefill=200, chunk=10, batch_size=2)
     row = found.schemes[1]
     assert 0 < row.mean < 0.1
     # Two layers, keys and values, of two rows, with a scale for both: 199 tokens of 2 heads of 32 in 8 bits, and 100 in
@@ -45,7 +47,7 @@ def test_a_real_cache_and_all_its_bytes(backend) -> None:
 def test_a_missing_package_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setattr("transformers.cache_utils.is_optimum_quanto_available", lambda: False)
     with pytest.raises(ImportError, match="pip install optimum-quanto"):
-        QUANTIZED["quanto-2"].check(build("qwen3").config)
+        find_other(QUANTO).check(build("qwen3").config)
 
 
 def test_an_import_path_with_options() -> None:
@@ -73,7 +75,7 @@ def test_any_cache_of_transformers() -> None:
         ("evals.simulated:Oskar", "cannot be imported"),
         ("no_such_module:Oscar", "cannot be imported: No module named 'no_such_module'"),
         ("math:sqrt", "math:sqrt is neither a transformers.Cache nor an OtherCache"),
-        ("quanto-2:axis=1", "quanto-2 has no options"),
+        ("transformers:QuantizedCache:backend=quanto:bits=4", "QuantizedCache does not take these options"),
     ],
 )
 def test_wrong_paths_and_options(text, message) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hfkvq.measure import models
-from hfkvq.measure.models import find_model, gguf_files, load_model, load_tokenizer, read_config, smollm2
+from hfkvq.measure.models import find_model, gguf_files, load_model, load_tokenizer, read_config
 from hfkvq.measure.reference import reference_path
 from tests.command import assert_refused, invoke
 
@@ -88,20 +88,20 @@ def test_smollm2_says_what_to_install(assets: Path, monkeypatch: pytest.MonkeyPa
 
 def test_smollm2_is_unpacked_once(assets: Path, installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = b"GGUF" * 400_000
-    (installed / smollm2.FILE).write_bytes(content)
-    monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(content).hexdigest())
+    (installed / models.names.FILE).write_bytes(content)
+    monkeypatch.setattr(models.names, "SHA256", hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(gguf_files, "_convert", convert)
     without(monkeypatch, "gguf")
     with pytest.raises(ValueError, match=r"model: 'smollm2' cannot be used: .*pip install 'hfkvq\[real\]'"):
         find_model("smollm2")
     monkeypatch.undo()
     monkeypatch.setattr(gguf_files, "cached_assets_path", lambda *_, **__: assets)
-    monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(models.names, "SHA256", hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(gguf_files, "_convert", convert)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
-    found = models.names._unpacked("x", gguf_files.unpack(installed / smollm2.FILE))
-    assert found.origin["file"] == smollm2.FILE
-    assert json.loads((assets / smollm2.SHA256 / "origin.json").read_text())["sha256"] == smollm2.SHA256
+    found = models.names._unpacked("x", gguf_files.unpack(installed / models.names.FILE))
+    assert found.origin["file"] == models.names.FILE
+    assert json.loads((assets / models.names.SHA256 / "origin.json").read_text())["sha256"] == models.names.SHA256
     # Neither the package nor gguf is needed again.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: pytest.fail("looked for a package"))
     assert find_model("smollm2").name == "SmolLM2-135M-Instruct"
