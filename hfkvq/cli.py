@@ -15,7 +15,8 @@ import typer
 from rich.console import Console
 
 from hfkvq.doctor_cli import app as doctor_app
-from hfkvq.measure.divergence.cli import app as divergence_app
+from hfkvq.fit_cli import app as fit_app
+from hfkvq.kld_cli import app as kld_app
 from hfkvq.progress import progress_bar, stoppable
 from hfkvq.serve_cli import app as serve_app
 from hfkvq.terminal import (
@@ -35,7 +36,6 @@ from hfkvq.terminal import (
     split,
 )
 from hfkvq.tuning.cli import app as tuning_app
-from hfkvq.tuning.fit.cli import app as fit_app
 
 # torch and Transformers are imported inside the commands, so that help comes at once.
 app = typer.Typer(
@@ -48,7 +48,7 @@ app = typer.Typer(
 app.add_typer(tuning_app)
 app.add_typer(doctor_app)
 app.add_typer(fit_app)
-app.add_typer(divergence_app)
+app.add_typer(kld_app)
 app.add_typer(serve_app)
 
 

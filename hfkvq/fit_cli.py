@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from hfkvq.measure.divergence.report import Record
-
-    from .compute import Computed
-    from .model import Plan, Weights
-    from .recommend import Choice, Row
+    from hfkvq.tuning.fit.compute import Computed
+    from hfkvq.tuning.fit.model import Plan, Weights
+    from hfkvq.tuning.fit.recommend import Choice, Row
 
 app = typer.Typer()
 
@@ -74,7 +73,7 @@ def fit(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compute what fits on a GPU: weights, each cache, largest batch and context. Needs only the model's config."""
-    from .compute import compute
+    from hfkvq.tuning.fit.compute import compute
 
     done = compute(
         model,
@@ -130,8 +129,7 @@ def _fit_table(about: dict[str, Any], plans: list[Plan], weights: Weights) -> Ta
 def _fit_notes(done: Computed, plans: list[Plan]) -> list[str]:
     from hfkvq.caches.layers.memory import format_bytes
     from hfkvq.caches.schemes.base import get_scheme, list_schemes
-
-    from .model import PEAK, peak
+    from hfkvq.tuning.fit.model import PEAK, peak
 
     about, found, weights, most = done.about, done.found, done.weights, done.most
     size = 4 if about["dtype"] == "float32" else 2
@@ -209,9 +207,8 @@ def recommend(
     measured on your model and text.
     """
     from hfkvq.measure.divergence.windows import read_file
-
-    from .compute import compute
-    from .recommend import candidates, choose, fits_users, is_unsafe, make_rows, measured_losses
+    from hfkvq.tuning.fit.compute import compute
+    from hfkvq.tuning.fit.recommend import candidates, choose, fits_users, is_unsafe, make_rows, measured_losses
 
     where = pick_device(device)
     for path in text or ():
@@ -416,7 +413,7 @@ def _nothing_fits(rows: list[Row], users: int | None) -> str:
 
 
 def _answer(model: str | None, done: Computed, rows: list[Row], choice: Choice) -> list[str]:
-    from .recommend import command_line, python_line
+    from hfkvq.tuning.fit.recommend import command_line, python_line
 
     plan, context = choice.row.plan, done.about["context"]
     stock = next((row.plan.batch for row in rows if row.preset is None), None)
@@ -437,7 +434,7 @@ def _answer(model: str | None, done: Computed, rows: list[Row], choice: Choice) 
 def _as_json(
     model: str | None, done: Computed, rows: list[Row], choice: Choice | None, record: Record | None
 ) -> dict[str, Any]:
-    from .recommend import command_line, python_line
+    from hfkvq.tuning.fit.recommend import command_line, python_line
 
     caches = [
         {

@@ -77,7 +77,7 @@ def kld(
 
     import torch
 
-    from . import naming, report, run
+    from hfkvq.measure.divergence import naming, report, run
 
     stopped = None
     try:
