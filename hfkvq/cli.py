@@ -35,7 +35,7 @@ from hfkvq.terminal import (
     save_json,
     split,
 )
-from hfkvq.tuning.cli import app as tuning_app
+from hfkvq.tuning_cli import app as tuning_app
 
 # torch and Transformers are imported inside the commands, so that help comes at once.
 app = typer.Typer(

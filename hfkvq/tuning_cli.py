@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table as RichTable
 
-    from .allocation import Point
-    from .sensitivity import Sensitivity
+    from hfkvq.tuning.allocation import Point
+    from hfkvq.tuning.sensitivity import Sensitivity
 
 app = typer.Typer()
 
@@ -56,9 +56,8 @@ def calibrate(
     """Measure the error of each tag's tokens in 2 and in 4 bits (TriAxialKV)."""
     from hfkvq.measure.demo.prompts import load
     from hfkvq.measure.models import find_model, load_processor
-
-    from .calibration import calibrate as measure
-    from .conversations import load_conversations
+    from hfkvq.tuning.calibration import calibrate as measure
+    from hfkvq.tuning.conversations import load_conversations
 
     try:
         where = pick_device(device)
@@ -99,8 +98,8 @@ def allocate(
     if out is not None and budget is None:
         fail("out: a table has one budget; give --budget too.")
 
-    from .allocation import make_table, sweep
-    from .sensitivity import Sensitivity
+    from hfkvq.tuning.allocation import make_table, sweep
+    from hfkvq.tuning.sensitivity import Sensitivity
 
     found = Sensitivity.load(sensitivity)
     budgets = [round(2 + step / 10, 1) for step in range(21)] if budget is None else [budget]
@@ -227,9 +226,9 @@ def tune(
         fail("tune: Optuna is not installed; pip install 'hfkvq[tune]'.")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
-    from . import search
-    from .search import notes, table
-    from .storage import hidden
+    from hfkvq.tuning import search
+    from hfkvq.tuning.search import notes, table
+    from hfkvq.tuning.storage import hidden
 
     kept = storage or "sqlite:///hfkvq-tuning.db"
     limited = {"total_bits": max_total_bits, "key_bits": max_key_bits}
