@@ -7,7 +7,9 @@ import json
 import re
 import sys
 import time
+from collections import Counter
 from enum import Enum
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -316,13 +318,13 @@ def tag(
         typer.Option("--format", help=r"Name of a chat format, or a .json or .toml file. \[default: by the template]"),
     ] = None,
     generation_prompt: Annotated[bool, typer.Option(help="End with the header of the next answer.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of coloured text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
     """Show TriAxialKV's tag of every token of a conversation; images appear as the processor's tokens."""
+    from rich.table import Table
     from transformers.utils import logging
 
-    from hfkvq import tagging_cli
-    from hfkvq.caches.tags import ChatFormat, Tagger, get_format
+    from hfkvq.caches.tags import TAGS, ChatFormat, Tagger, get_format
     from hfkvq.measure.models import find_model, load_processor, load_tokenizer
     from hfkvq.tuning.conversations import encode, load_conversations
 
@@ -343,16 +345,30 @@ def tag(
     tagger = Tagger.from_tokenizer(maker, form)
     for one in conversations:
         ids = encode(one, maker, generation_prompt)[0]
-        found.append(tagging_cli.tagged(ids, [tagger.names[k] for k in tagger.tag(ids)[0].tolist()], reader))
+        found.append((ids, [tagger.names[k] for k in tagger.tag(ids)[0].tolist()]))
     if as_json:
         name = tagger.grammar.format.name if tagger.grammar else None
-        typer.echo(json.dumps(tagging_cli.as_json(tokenizer, name, found)))
+        listed = [{"ids": ids, "tags": tags, "counts": Counter(tags)} for ids, tags in found]
+        typer.echo(json.dumps({"tokenizer": tokenizer, "format": name, "conversations": listed}))
         return
     console = make_console()
-    for number, one in enumerate(found):
+    for number, (ids, tags) in enumerate(found):
         if number:
             console.rule(style="dim")
-        tagging_cli.print_tagged(console, one)
+        at = 0
+        for tag, run in groupby(tags):
+            text = reader.decode(ids[at : (at := at + len(list(run)))], skip_special_tokens=False)
+            line = f"{tag:<24} {json.dumps(text, ensure_ascii=False)}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print()
+        legend = Table("tag", box=None, pad_edge=False)
+        for title in ("tokens", "share"):
+            legend.add_column(title, justify="right")
+        # The oldest first.
+        for tag, count in sorted(Counter(tags).items(), key=lambda entry: TAGS.index(entry[0])):
+            legend.add_row(tag, str(count), f"{100 * count / len(ids):.1f} %")
+        legend.add_row("all", str(len(ids)), "")
+        console.print(legend)
 
 
 def main() -> None:

@@ -38,8 +38,7 @@ from hfkvq.sizes import parse_size
 
 from .ladder import LadderPages, Shape, ladder
 from .pages import CompressedPages, has_windows, refusal
-from .slots import MOST_SLOTS, USUAL_TOKENS, of_schemes
-from .windows import WindowedPages
+from .windows import MOST_SLOTS, USUAL_TOKENS, WindowedPages, of_schemes
 
 ATTENTION = "hfkvq_flash"
 """The attention's name: with "flash" in it the engine makes no masks and reserves nothing for them."""

@@ -35,8 +35,7 @@ from hfkvq.kernels.hadamard import saturated
 from hfkvq.kernels.pages import SIDES, PageFormat
 
 from .pages import page_bytes
-from .slots import MOST_SLOTS, bytes_of, window_shapes
-from .windows import WindowedPages
+from .windows import MOST_SLOTS, WindowedPages, bytes_of, window_shapes
 
 logger = logging.getLogger("hfkvq")
 

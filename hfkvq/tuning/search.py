@@ -16,7 +16,7 @@ from rich.table import Table
 
 from hfkvq.caches import Preset, get_preset, list_schemes
 from hfkvq.measure.divergence.intervals import check_scipy
-from hfkvq.measure.divergence.run import check_lengths, check_schemes, find_checkpoint
+from hfkvq.measure.divergence.run import check_context, check_prompt, check_schemes, find_checkpoint
 from hfkvq.measure.divergence.windows import cut, find_texts
 from hfkvq.measure.models import Source, load_model
 from hfkvq.measure.reference import with_outliers
@@ -120,8 +120,8 @@ def make_plan(
     if thresholds and (objective == "kld" or text or dataset):
         about["coverage"] = coverage
     if objective == "kld":
-        prompt = context * 3 // 4 if prefill is None else prefill
-        check_lengths(checkpoint, context, prompt)
+        prompt = check_prompt(context, context * 3 // 4 if prefill is None else prefill)
+        check_context(checkpoint, context)
         texts = given or find_texts(None, dataset, "test", "text", checkpoint.source.reference, seed)
         windows = cut(texts, checkpoint.tokenizer, context, samples + held_out)
         if len(windows.tokens) < samples + held_out:

@@ -42,17 +42,12 @@ def find_checkpoint(model: str | None) -> Checkpoint:
     return Checkpoint(source, read_config(source), load_tokenizer(source))
 
 
-def check_lengths(checkpoint: Checkpoint, context: int, prefill: int) -> None:
-    """Raises ValueError if windows are too long for the model, or prompts for the windows."""
+def check_context(checkpoint: Checkpoint, context: int) -> None:
+    """Raises ValueError if windows are too long for the model."""
     room = getattr(checkpoint.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if room and context > room:
         raise ValueError(
             f"context: got {context}, but {checkpoint.source.name} has {room} positions; use --context {room}."
-        )
-    if not 2 <= prefill < context:
-        raise ValueError(
-            f"prefill: got {prefill}, allowed 2 to {context - 1}, fewer than --context ({context}): what follows is "
-            "scored."
         )
 
 
@@ -139,7 +134,7 @@ def measure_text(
     prompt = check_prompt(context, prefill)
     plan = find_checkpoint(model)
     texts: Sequence[Text] = find_texts(text, dataset, part, field, plan.source.reference, seed)
-    check_lengths(plan, context, prompt)
+    check_context(plan, context)
     check_schemes(plan, dict(chosen))
     given = cut(texts, plan.tokenizer, context, windows)
     loaded = load_model(plan.source, where, dtype)
