@@ -15,21 +15,25 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
 
 from hfkvq import kernels
 from hfkvq.caches import Scheme
+from hfkvq.caches.attention.interface import WITHOUT_CUDNN, dense_attention, flash_takes, lower_right
 from hfkvq.caches.layer_state.smoothing import KeySmoothing
 from hfkvq.caches.store.state import as_bytes
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.hadamard import hadamard, saturated
 from hfkvq.kernels.pages import SIDES, PageFormat
 
-from .prompts import prompt_attention
-
 ALIGNED = 128
 """Bytes of a page are a multiple of this, so that a sector of the engine is one block."""
+
+LONG, STEP = 4096, 1024
+"""Tokens of first prompts that cuDNN may take, and a multiple of which they have there."""
 
 TAIL = 16
 """Slots of a row's tail, as kernels want them: one holds the token of a step."""
@@ -373,3 +377,39 @@ class CompressedPages(FullAttentionCacheAllocator):
 def arguments_of(scaling: float, given: dict[str, Any]) -> AttentionArguments:
     """Arguments of the engine's attention call, as kernels take them."""
     return AttentionArguments(scaling, softcap=given.get("softcap") or 0.0, sinks=given.get("s_aux"))
+
+
+def prompt_attention(module: Any, query: Tensor, keys: Tensor, values: Tensor, arguments: AttentionArguments) -> Tensor:
+    """Causal attention of a request's newest tokens.
+
+    PyTorch's first choice is cuDNN, which plans anew for every shape and stride: some 45 ms on an H200, as long as all
+    of a prompt of 1,000 tokens takes. So cuDNN is kept for long first prompts, which are padded, so that there are few
+    shapes.
+
+    Args:
+        query: (1, Hq, Q, D), of the newest Q tokens, after RoPE.
+        keys: (1, H, T, D), of all.
+        arguments: of the call, without a mask.
+
+    Returns:
+        (1, Q, Hq, D).
+    """
+    tokens = query.shape[2]
+    if arguments.softcap or arguments.sinks is not None or not flash_takes(query, keys, values):
+        return dense_attention(module, query, keys, values, arguments)[0]
+    asked = SDPAParams(query, keys, values, None, 0.0, True, True)
+    if LONG <= tokens == keys.shape[2] and can_use_cudnn_attention(asked):
+        q, k, v = (_padded(x, -(-tokens // STEP) * STEP) for x in (query, keys, values))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=arguments.scaling, enable_gqa=True)
+    else:
+        with WITHOUT_CUDNN:
+            out = lower_right(query, keys, values, arguments.scaling)
+    return out[:, :, :tokens].transpose(1, 2)
+
+
+def _padded(x: Tensor, tokens: int) -> Tensor:
+    """With zeros behind it, which no token before them attends to; its strides depend on ``tokens`` alone."""
+    found = x.new_empty((1, tokens, x.shape[1], x.shape[3]))
+    found[:, : x.shape[2]] = x.transpose(1, 2)
+    found[:, x.shape[2] :] = 0
+    return found.transpose(1, 2)

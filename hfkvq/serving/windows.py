@@ -30,8 +30,7 @@ from hfkvq.kernels.pages import SIDES, RunView
 from hfkvq.kernels.step import StepPlan, StepState, attend_and_seal
 from hfkvq.kernels.windows import tokens_due_by_row
 
-from .pages import CompressedPages, arguments_of, typed
-from .prompts import prompt_attention
+from .pages import CompressedPages, arguments_of, prompt_attention, typed
 
 MOST_SLOTS = 1024
 """Slots, where the user does not say how many requests a batch has."""
