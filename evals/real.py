@@ -38,6 +38,7 @@ from filelock import FileLock, Timeout
 
 from evals.compare import judge, main_metrics
 from hfkvq.caches.base.config_switch import restore
+from hfkvq.caches.compile import compile_ahead
 from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.measure.models import Source, find_model, load_tokenizer, read_config
 from hfkvq.measure.models.gguf_files import file_sha256
@@ -263,7 +264,8 @@ class Bench:
             )
         self.lm.use(preset)
         self.lm.batch_size_per_gpu = part.batch
-        self.lm.compile_ahead([] if preset is None else [preset], print)
+        # Tasks generate token by token.
+        compile_ahead(self.lm.model, [] if preset is None else [preset], tell=print)
         evaluate: Any = lm_eval.simple_evaluate
         options = {"limit": part.limit, "bootstrap_iters": 0, "confirm_run_unsafe_code": True}
         arguments = {"pretrained": self.source.name, "scheme": job[1]}

@@ -112,15 +112,15 @@ def _examine(
     from transformers.utils import logging
 
     import hfkvq
+    from hfkvq.caches.schemes.preset import get_preset
     from hfkvq.measure.demo.prompts import Subject
     from hfkvq.measure.divergence import run as runs
-    from hfkvq.measure.divergence.naming import parse_schemes
     from hfkvq.measure.divergence.windows import cut, find_texts
     from hfkvq.measure.doctor import EFFORTS, FLOOR, PRESETS, examine
     from hfkvq.measure.models import load_model
 
     logging.disable_progress_bar()
-    chosen = parse_schemes(list(dict.fromkeys((FLOOR, *(names or PRESETS.split())))))
+    chosen = {name: get_preset(name) for name in (FLOOR, *(names or PRESETS.split()))}
     found = runs.find_checkpoint(model)
     source, effort = found.source, EFFORTS[where.type]
     refused = {}

@@ -269,12 +269,12 @@ def _measure(
     """Losses of the candidates on the text, and of unquantized pages."""
     import torch
 
+    from hfkvq.caches.schemes.preset import get_preset
     from hfkvq.measure.divergence.intervals import check_scipy
-    from hfkvq.measure.divergence.naming import parse_schemes
     from hfkvq.measure.divergence.run import StoppedRun, measure_text
 
     begin = time.monotonic()
-    chosen = parse_schemes(list(dict.fromkeys(["full", *names])))
+    chosen = {name: get_preset(name) for name in ("full", *names)}
     check_scipy("recommend")
     told = False
 

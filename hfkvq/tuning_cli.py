@@ -236,7 +236,12 @@ def tune(
     console = make_console()
     try:
         ranges = parse_ranges(space or ())
-        with search.progress(trials) as show:
+        with progress_bar() as show:
+
+            def tell(done: int, best: str) -> None:
+                what = f"{done} of {trials} trials" + (", held-out samples" if done >= trials else "")
+                show(f"{what}; {best}" if best else what, min(done / trials, 1.0))
+
             plan = search.make_plan(
                 scheme,
                 model=model,
@@ -261,7 +266,7 @@ def tune(
             )
             study = search.run(
                 plan,
-                show,
+                tell,
                 name,
                 trials=trials,
                 space=ranges or None,

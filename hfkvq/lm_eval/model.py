@@ -21,12 +21,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import Cache
 
 import hfkvq
-from hfkvq.caches import MixedKVCache, Preset, make_cache
+from hfkvq.caches import MixedKVCache, make_cache
 from hfkvq.caches.base.model_calls import with_cache
 from hfkvq.caches.cache import DEFAULT_SCHEME
-from hfkvq.caches.compile import compile_ahead
 from hfkvq.caches.tags import Tagger
-from hfkvq.kernels.compile import SEVERAL
 from hfkvq.measure.demo.answers import answer_lengths, read_memory
 from hfkvq.measure.models import find_model
 from hfkvq.measure.records import clock
@@ -249,12 +247,6 @@ class HFKVQ(HFLM):
         """The model that runs forwards: below an adapter, if there is one."""
         model: Any = self.model
         return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-    def compile_ahead(self, presets: Iterable[Preset], tell: Callable[[str], object]) -> None:
-        """Compiles the kernels of all presets that `use` will be told; see `hfkvq.caches.compile.compile_ahead`."""
-        # Answers whose likelihood is asked for are of any length.
-        steps = [tokens for tokens in SEVERAL if tokens <= self.cache_arguments.chunk]
-        compile_ahead(self._subject, presets, steps, tell)
 
     def make_cache(self) -> Cache:
         """An empty cache of the scheme."""

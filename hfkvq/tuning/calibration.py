@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from hfkvq.caches.schemes.base import get_scheme
 from hfkvq.caches.tags import PAD, TAGS, ImageTokens, Tagger, tag_axes
 from hfkvq.caches.tags.bit_table import Origin, config_hash, template_hash
 from hfkvq.measure.capture import Capture, capture, compressed_layers, quantized, spread_layers
+from hfkvq.measure.records import versions
 
 from .conversations import Conversation, data_hash, make_request
 from .sensitivity import Sensitivity
@@ -149,7 +149,7 @@ def calibrate(
         data=data_hash(conversations),
         requests=len(chosen),
         layers=tuple(which),
-        versions={name: _version(name) for name in ("hfkvq", "torch", "transformers")},
+        versions={name: str(found) for name, found in versions("torch", "transformers").items()},
     )
     return Sensitivity(
         {TAGS[tag]: (total(tag, 2), total(tag, 4)) for tag in tags},
@@ -157,10 +157,3 @@ def calibrate(
         origin,
         shared_inst,
     )
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "unknown"

@@ -15,10 +15,6 @@ from torch import Tensor
 from hfkvq.bounded import json_lines, parse_json, read_bounded
 from hfkvq.caches.tags import placeholders
 
-# Fields of agent frameworks for the messages of a trace, and roles of ShareGPT.
-_FIELDS = ("messages", "conversation", "conversations", "trajectory", "history")
-_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
-
 
 @dataclass(frozen=True)
 class Conversation:
@@ -55,10 +51,9 @@ class Request:
 
 
 def load_conversations(path: str | Path, name: str = "data") -> list[Conversation]:
-    """Reads JSON Lines: ``{"messages": [...], "tools": [...]}``, a bare list of messages, or an agent's trace.
+    """Reads JSON Lines: ``{"messages": [...], "tools": [...]}``, or a bare list of messages.
 
-    Messages may also stand under "conversation", "conversations", "trajectory" or "history", and be ShareGPT's
-    ``{"from": ..., "value": ...}``. Arguments of tool calls that are JSON in a string are parsed, as templates want it.
+    Arguments of tool calls that are JSON in a string are parsed, as templates want it.
     Images stand in a message's content, as ``{"type": "image", "path": ...}`` (or "url", or "base64") or as OpenAI's
     ``{"type": "image_url", "image_url": {"url": ...}}``.
 
@@ -97,8 +92,7 @@ def parse_conversation(given: Any) -> Conversation:
     tools = None
     messages = given
     if isinstance(given, Mapping):
-        messages = next((given[name] for name in _FIELDS if name in given), None)
-        tools = given.get("tools")
+        messages, tools = given.get("messages"), given.get("tools")
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'expected {{"messages": [...]}} or a list of messages, got {_short(given)}')
     if tools is not None and not (isinstance(tools, list) and all(isinstance(x, Mapping) for x in tools)):
@@ -110,12 +104,8 @@ def _message(given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ValueError(f"expected a message with a role, got {_short(given)}")
     message = dict(given)
-    if "role" not in message and "from" in message:
-        message = {"role": message.pop("from"), "content": message.pop("value", ""), **message}
-    role = message.get("role")
-    if not isinstance(role, str):
+    if not isinstance(message.get("role"), str):
         raise ValueError(f"expected a message with a role, got {_short(given)}")
-    message["role"] = _ROLES.get(role, role)
     if message.get("content") is None:
         message["content"] = ""
     if isinstance(message["content"], list):

@@ -10,13 +10,11 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
-import hfkvq
 from hfkvq.caches.schemes.base import Scheme, list_schemes
 from hfkvq.caches.schemes.preset import Preset, get_preset
-from hfkvq.measure.records import now
+from hfkvq.measure.records import now, versions
 
 from .score import Objective, Score
 
@@ -130,7 +128,7 @@ def tune_layers(
         "limit": max_total_bits,
         "score": score.to_dict(),
         "date": now(),
-        "versions": {"hfkvq": hfkvq.__version__, **{name: version(name) for name in ("torch", "transformers")}},
+        "versions": versions("torch", "transformers"),
     }
     return LayerPlan(Preset.of_layers(start.scheme, own, origin), first, score, table)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from hfkvq.measure.divergence.windows import cut, find_texts
 from hfkvq.measure.models import Source, load_model
 from hfkvq.measure.reference import with_outliers
 from hfkvq.measure.tables import new_table
-from hfkvq.progress import progress_bar
 from hfkvq.version import __version__
 
 from .objectives import LmEvalTasks, TextKLD
@@ -52,11 +50,6 @@ class Plan:
     about: Mapping[str, Any]
     cost: Any
     fit: Callable[[Preset], Preset] | None = None
-
-    @property
-    def measured_on(self) -> dict[str, Any]:
-        """Conditions of the scores. The seed is none: what it chooses, text and trials, is compared by itself."""
-        return {"model": self.model, **{name: x for name, x in self.about.items() if name != "seed"}}
 
 
 def make_plan(
@@ -205,23 +198,12 @@ def run(plan: Plan, on_progress: Callable[[int, str], Any], name: str | None = N
         plan.objective,
         cost=plan.cost,
         fit=plan.fit,
-        measured_on=plan.measured_on,
+        # The seed is no condition of the scores: what it chooses, text and trials, is compared by itself.
+        measured_on={"model": plan.model, **{name: x for name, x in plan.about.items() if name != "seed"}},
         name=name or "-".join((plan.preset.scheme.name, plan.model.replace(" ", "-"), plan.objective.name)),
         on_trial=show,
         **options,
     )
-
-
-@contextlib.contextmanager
-def progress(trials: int) -> Iterator[Callable[[int, str], None]]:
-    """Progress on standard error, for `run`."""
-    with progress_bar() as show:
-
-        def tell(done: int, best: str) -> None:
-            what = f"{done} of {trials} trials" + (", held-out samples" if done >= trials else "")
-            show(f"{what}; {best}" if best else what, min(done / trials, 1.0))
-
-        yield tell
 
 
 def conclude(plan: Plan, study: TuningStudy, limits: Mapping[Any, float], confirm: int = 5) -> Point:

@@ -127,16 +127,12 @@ class TuningStudy:
             None if held_out is None else Score.from_dict(held_out),
         )
 
-    def better(self, one: float, other: float) -> bool:
-        """True if a value is better than another."""
-        return one < other if self.direction == "minimize" else one > other
-
     def pareto(self) -> list[Point]:
         """Points that no other point beats in both value and cost, cheapest first."""
         front: list[Point] = []
-        key = (lambda x: x) if self.direction == "minimize" else (lambda x: -x)
-        for point in sorted(self.points(), key=lambda p: (p.score.cost(self.cost), key(p.score.value), p.number)):
-            if not front or self.better(point.score.value, front[-1].score.value):
+        sign = 1 if self.direction == "minimize" else -1
+        for point in sorted(self.points(), key=lambda p: (p.score.cost(self.cost), sign * p.score.value, p.number)):
+            if not front or sign * point.score.value < sign * front[-1].score.value:
                 front.append(point)
         return front
 

@@ -16,7 +16,7 @@ from hfkvq.kernels import PageFormat, channel_widths, hadamard
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.hadamard import rotation
 from hfkvq.measure.demo.run import choose_schemes
-from hfkvq.measure.divergence.naming import parse_schemes
+from hfkvq.measure.divergence.naming import parse_measured
 from hfkvq.measure.presets import describe
 from tests.caches.driver import DIM, Row, assert_close, attention, feed, feed_as_is, forward, make, row
 
@@ -488,7 +488,7 @@ def test_a_scheme_of_one_file_is_in_every_list(restored):
         }
         sink_length: int = knob(8, low=0)
 
-    for found in (choose_schemes(), parse_schemes([]), base.listed("fit")):
+    for found in (choose_schemes(), parse_measured([]), base.listed("fit")):
         assert "new" in list(found)
     assert list(choose_schemes())[:2] == ["new", "new-wide"]
     assert list_schemes()["new-wide"] == get_scheme("new", bits=4) == New(bits=4)

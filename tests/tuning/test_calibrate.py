@@ -148,8 +148,7 @@ def test_replay_is_what_the_model_computes(family):
     "line",
     [
         {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "t"}]},
-        {"trajectory": [{"role": "user", "content": "a"}], "score": 1, "tools": [{"name": "t"}]},
-        {"conversations": [{"from": "human", "value": "a"}], "tools": [{"name": "t"}]},
+        {"messages": [{"role": "user", "content": "a"}], "score": 1, "tools": [{"name": "t"}]},
     ],
 )
 def test_forms_of_conversations(line):

@@ -144,19 +144,10 @@ def find_other(text: str) -> OtherCache | None:
         raise ValueError(f"schemes: {name} does not take these options: {error}.") from error
 
 
-def parse_schemes(texts: Sequence[str]) -> dict[str, Preset]:
-    """Presets by their typed forms; without any, the presets that any model and text can be measured with.
-
-    Raises:
-        ValueError: unknown preset or knob, or a value out of range.
-    """
-    return {text: get_preset(text) for text in texts or listed("kld")}
-
-
 def parse_measured(texts: Sequence[str]) -> dict[str, Preset | OtherCache]:
-    """Presets as `parse_schemes` takes them, and caches of others as `find_other` does.
+    """Presets and caches of others by their typed forms; without any, the presets that suit any model and text.
 
     Raises:
-        ValueError: see both.
+        ValueError: see `get_preset` and `find_other`.
     """
     return {text: find_other(text) or get_preset(text) for text in texts or listed("kld")}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hfkvq import get_scheme
-from hfkvq.measure.divergence.naming import parse_schemes
+from hfkvq.measure.divergence.naming import parse_measured
 from hfkvq.measure.divergence.windows import Text, cut, read_file, reference_documents
 
 
@@ -93,14 +93,14 @@ def test_the_reference_models_own_text() -> None:
 
 
 def test_schemes_with_knobs() -> None:
-    found = parse_schemes(["kivi-2", "kitty:boost_ratio=0.2:sink_length=0", "kitty:rotate_values=true"])
+    found = parse_measured(["kivi-2", "kitty:boost_ratio=0.2:sink_length=0", "kitty:rotate_values=true"])
     assert list(found) == ["kivi-2", "kitty:boost_ratio=0.2:sink_length=0", "kitty:rotate_values=true"]
     assert [preset.scheme for preset in found.values()] == [
         get_scheme("kivi-2"),
         get_scheme("kitty", boost_ratio=0.2, sink_length=0),
         get_scheme("kitty", rotate_values=True),
     ]
-    assert "full" in parse_schemes([])
+    assert "full" in parse_measured([])
 
 
 @pytest.mark.parametrize(
@@ -115,4 +115,4 @@ def test_schemes_with_knobs() -> None:
 )
 def test_wrong_schemes(text, message) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_schemes([text])
+        parse_measured([text])
