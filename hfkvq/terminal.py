@@ -118,14 +118,14 @@ def tokens_option(help: str, least: int = 1) -> Any:
 
 def number_option(help: str, low: float | None = None, high: float | None = None) -> Any:
     """An option of a finite number from ``low`` to ``high``."""
-    return typer.Option(min=low, max=high, callback=_finite, help=help)
 
+    def check(value: float | None) -> float | None:
+        # Typer's bounds let NaN pass.
+        if value is not None and not math.isfinite(value):
+            raise typer.BadParameter(f"got {value}, allowed a finite number.")
+        return value
 
-def _finite(value: float | None) -> float | None:
-    """Refuses NaN, which typer's bounds let pass, and infinity."""
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"got {value}, allowed a finite number.")
-    return value
+    return typer.Option(min=low, max=high, callback=check, help=help)
 
 
 def _each(check: Callable[[Path], None]) -> Callable[[Any], Any]:

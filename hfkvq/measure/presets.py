@@ -133,19 +133,15 @@ def format_words(fmt: PageFormat, head_dim: int) -> str:
     return f"{width}{scale}{raised}"
 
 
-def side_words(side: SideLayout, head_dim: int) -> str:
-    """A side's layout in words."""
-    words = "; or ".join(format_words(fmt, head_dim) for fmt in side.formats)
-    signs = " with random signs" if side.signs else ""
-    return f"{words}, rotated in blocks of {side.rotate}{signs}" if side.rotate else words
-
-
 def _layers_words(scheme: Scheme, side: Side, head_dim: int) -> str:
     dims = _dims(scheme, head_dim)
     words: Counter[str] = Counter()
     for each, count in _layers(scheme):
-        smoothed = ", smoothed" if side == "keys" and each.smooths_keys else ""
-        words[side_words(getattr(each.layout(*dims), side), dims[side == "values"]) + smoothed] += count
+        own = getattr(each.layout(*dims), side)
+        said = "; or ".join(format_words(fmt, dims[side == "values"]) for fmt in own.formats)
+        if own.rotate:
+            said += f", rotated in blocks of {own.rotate}" + " with random signs" * bool(own.signs)
+        words[said + ", smoothed" * (side == "keys" and each.smooths_keys)] += count
     (usual, _), *others = words.most_common()
     return "".join([usual, *(f"; in {count} % of the layers {each}" for each, count in others)])
 

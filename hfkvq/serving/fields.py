@@ -301,15 +301,6 @@ FIELDS: dict[str, tuple[Rule | None, ...]] = {
 """Rules of every field for `ENDPOINTS`; None where an endpoint has no such field."""
 
 
-def _encodable(value: Any) -> bool:
-    """False for halves of surrogate pairs, which no tokenizer takes, and for values too deep to walk through."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except (UnicodeEncodeError, RecursionError):
-        return False
-    return True
-
-
 def check(endpoint: str, body: dict[str, Any], model: str) -> None:
     """Refuses a request with any value that would not be obeyed; null is as if a field were left out.
 
@@ -329,8 +320,11 @@ def check(endpoint: str, body: dict[str, Any], model: str) -> None:
         if value is None:
             del body[name]
             continue
-        if not _encodable(value):
-            raise RefusedRequest(name, "holds text that is not valid Unicode, or is nested too deeply.")
+        try:
+            # No tokenizer takes halves of surrogate pairs.
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except (UnicodeEncodeError, RecursionError):
+            raise RefusedRequest(name, "holds text that is not valid Unicode, or is nested too deeply.") from None
         rule.check(name, value)
     if prompt not in body:
         raise RefusedRequest(prompt, f"is missing, allowed {FIELDS[prompt][at].allowed}.")  # type: ignore[union-attr]

@@ -5,13 +5,8 @@ from __future__ import annotations
 from rich.table import Table
 
 from ..records import BASELINE
-from ..tables import NOTHING, narrow_table, number
+from ..tables import NOTHING, narrow_table, number, small_number
 from .run import Record
-
-
-def _kl(value: float | None) -> str:
-    """Four digits; a number that rounds to nothing is said to be less than the least of them."""
-    return NOTHING if value is None else "<0.0001" if 0 < value < 5e-5 else f"{value:.4f}"
 
 
 def _percent(share: float | None) -> str:
@@ -29,7 +24,8 @@ def table(record: Record, wide: bool = True) -> Table:
     for title in titles:
         view.add_column(title, justify="right", no_wrap=True, vertical="bottom")
     for row in record["rows"]:
-        compared = [_percent(row["agreement"]), _kl(row["kl_mean"]), _kl(row["kl_999"])]
+        klds = [NOTHING if row[name] is None else small_number(row[name]) for name in ("kl_mean", "kl_999")]
+        compared = [_percent(row["agreement"]), *klds]
         view.add_row(
             row["name"],
             number(row["total_bits"], 2),

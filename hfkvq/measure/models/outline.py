@@ -111,10 +111,6 @@ class Outline:
             held += sum(x.untyped_storage().nbytes() for x in (layer.keys, layer.values) if x is not None)
         return held
 
-    def full_bytes(self, tokens: int, itemsize: int) -> int:
-        """Bytes a row of keys and values of the compressed layers, uncompressed."""
-        return tokens * itemsize * sum(x.heads * (x.key_dim + x.value_dim) for x in self.layers if x.compressed)
-
 
 @contextmanager
 def _quiet() -> Iterator[None]:

@@ -93,7 +93,13 @@ def compute(
     memory = parse_size(gpu_memory, "gpu-memory")
     spare = 0 if overhead.strip() == "0" else parse_size(overhead, "overhead")
     found = outline_of(read_config(source))
-    tokens = _context(found, context, beyond)
+    room = found.positions
+    tokens = min(32768, room or 32768) if context is None else context
+    if room and tokens > room and not beyond:
+        raise ValueError(
+            f"context: got {tokens}, but the model has {room} positions; use --context {room}, or --beyond if you will "
+            "load it with RoPE scaling (rope_parameters in its config), as its model card may say."
+        )
     if generated > tokens:
         raise ValueError(f"generated: got {generated}, allowed no more than the context of {tokens} tokens.")
     kind = found.dtype if dtype is None else getattr(torch, dtype)
@@ -106,7 +112,7 @@ def compute(
             "checkpoint, a smaller model, or more memory."
         )
     come = Arrival(0, generated, prefill_chunk or None)
-    most = None if beyond else found.positions
+    most = None if beyond else room
     presets = presets_for(found, schemes, default)
     plans = [
         plan(found, name, what, weights, memory, tokens, batch, kind, spare, come, most)
@@ -121,22 +127,10 @@ def compute(
         "batch": batch,
         "generated": generated,
         "prefill_chunk": prefill_chunk or None,
-        "positions": found.positions,
+        "positions": room,
         "weights": asdict(weights),
     }
     return Computed(about, found, weights, presets, plans, most)
-
-
-def _context(found: Outline, asked: int | None, beyond: bool) -> int:
-    room = found.positions
-    if asked is None:
-        return min(32768, room or 32768)
-    if room and asked > room and not beyond:
-        raise ValueError(
-            f"context: got {asked}, but the model has {room} positions; use --context {room}, or --beyond if you will "
-            "load it with RoPE scaling (rope_parameters in its config), as its model card may say."
-        )
-    return asked
 
 
 def presets_for(

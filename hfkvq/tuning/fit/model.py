@@ -172,7 +172,8 @@ def cache_bytes(
     model = outline_of(config)
     size = (model.dtype if dtype is None else dtype).itemsize
     if preset is None:
-        return model.stock_bytes(batch, context, size, windows=True) + batch * model.full_bytes(context, size)
+        row = context * size * sum(x.heads * (x.key_dim + x.value_dim) for x in model.layers if x.compressed)
+        return model.stock_bytes(batch, context, size, windows=True) + batch * row
     chosen = get_preset(preset)
     buffered, captured = _kind_of_steps(model, chosen)
     ahead = headroom if buffered else None
