@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table as RichTable
 
-    from hfkvq.tuning.allocation import Point
-    from hfkvq.tuning.sensitivity import Sensitivity
+    from hfkvq.tuning.allocation import Point, Sensitivity
 
 app = typer.Typer()
 
@@ -98,8 +97,7 @@ def allocate(
     if out is not None and budget is None:
         fail("out: a table has one budget; give --budget too.")
 
-    from hfkvq.tuning.allocation import make_table, sweep
-    from hfkvq.tuning.sensitivity import Sensitivity
+    from hfkvq.tuning.allocation import Sensitivity, make_table, sweep
 
     found = Sensitivity.load(sensitivity)
     budgets = [round(2 + step / 10, 1) for step in range(21)] if budget is None else [budget]

@@ -21,8 +21,8 @@ from hfkvq.caches.tags import ChatFormat
 from hfkvq.caches.tags.bit_table import BitTable, Origin
 from hfkvq.kernels.triton import configs
 from hfkvq.measure.divergence.windows import read_file
+from hfkvq.tuning.allocation import Sensitivity
 from hfkvq.tuning.conversations import load_conversations
-from hfkvq.tuning.sensitivity import Sensitivity
 from hfkvq.tuning.study import SETUP, load_study
 
 PRESET = get_preset("kitty", {"0": "full"}).to_dict()

@@ -3,14 +3,13 @@
 Searches with Optuna, which comes with the extra ``hfkvq[tune]``, are in `hfkvq.tuning.study`.
 """
 
-from .allocation import allocate, make_table, sweep
+from .allocation import Sensitivity, allocate, make_table, sweep
 from .calibration import calibrate
 from .conversations import Conversation, load_conversations, parse_conversation
 from .layerwise import LayerPlan, tune_layers
 from .objectives import LmEvalTasks, TextKLD
 from .room import fit_room, measure_room
 from .score import Score
-from .sensitivity import Sensitivity
 
 __all__ = [
     "Conversation",

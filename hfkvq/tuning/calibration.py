@@ -15,8 +15,8 @@ from hfkvq.caches.tags.bit_table import Origin, config_hash, template_hash
 from hfkvq.measure.capture import Capture, capture, compressed_layers, quantized, spread_layers
 from hfkvq.measure.records import versions
 
+from .allocation import Sensitivity
 from .conversations import Conversation, data_hash, make_request
-from .sensitivity import Sensitivity
 
 WIDTHS = (2, 4)
 
