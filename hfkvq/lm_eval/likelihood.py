@@ -33,11 +33,6 @@ class Request:
     fed: tuple[int, ...]
     targets: tuple[int, ...]
 
-    @staticmethod
-    def split(context: Sequence[int], continuation: Sequence[int]) -> Request:
-        """The head ends one token before the continuation, which is then predicted through the cache alone."""
-        return Request(tuple(context[:-1]), (*context[-1:], *continuation[:-1]), tuple(continuation))
-
 
 @dataclass
 class Group:

@@ -412,7 +412,9 @@ class HFKVQ(HFLM):
             raise ValueError(
                 f"continuation: got {len(continuation)} tokens, allowed 1 to {self.max_length}, the model's max_length."
             )
-        return Request.split(self._fit(context, limit), continuation)
+        # The head ends one token before the continuation, which is then predicted through the cache alone.
+        *head, last = self._fit(context, limit)
+        return Request(tuple(head), (last, *continuation[:-1]), tuple(continuation))
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
         """See `HFLM._detect_batch_size`: the largest batch that fits, tried with the cache."""

@@ -360,7 +360,9 @@ def tune(
     }
     # Tuples and keys become those that a storage gives back.
     setup = json.loads(json.dumps(setup))
-    study, created = _open(storage, name or preset.scheme.name, setup)
+    opened, called = open_storage(storage), name or preset.scheme.name
+    with _naming(storage, called):
+        study, created = _opened(opened, storage, called, setup)
     # Processes with the same seed would ask for the same trials.
     seed_here = seed if created else int(SeedSequence().generate_state(1)[0])
     study.sampler = TPESampler(n_startup_trials=min(STARTUP, max(trials // 3, 1)), seed=seed_here)
@@ -395,16 +397,10 @@ def _naming(storage: str | None, name: str, *kinds: type[Exception]) -> Iterator
         ) from None
 
 
-def _open(storage: str | None, name: str, setup: Mapping[str, Any]) -> tuple[optuna.Study, bool]:
-    """Study, and True if it is new."""
-    opened = open_storage(storage)
-    with _naming(storage, name):
-        return _opened(opened, storage, name, setup)
-
-
 def _opened(
     opened: BaseStorage | None, storage: str | None, name: str, setup: Mapping[str, Any]
 ) -> tuple[optuna.Study, bool]:
+    """Study, and True if it is new."""
     try:
         study = optuna.create_study(study_name=name, storage=opened, directions=[setup["direction"], "minimize"])
         study.set_user_attr(SETUP, dict(setup))
