@@ -413,7 +413,8 @@ def _nothing_fits(rows: list[Row], users: int | None) -> str:
 
 
 def _answer(model: str | None, done: Computed, rows: list[Row], choice: Choice) -> list[str]:
-    from hfkvq.tuning.fit.recommend import command_line, python_line
+    from hfkvq.measure.doctor import python_line
+    from hfkvq.tuning.fit.recommend import command_line
 
     plan, context = choice.row.plan, done.about["context"]
     stock = next((row.plan.batch for row in rows if row.preset is None), None)
@@ -426,7 +427,7 @@ def _answer(model: str | None, done: Computed, rows: list[Row], choice: Choice) 
     return [
         f"{plan.name}: {choice.reason}. It holds {users}.",
         *verdict,
-        f"Python:  {python_line(plan.name)}",
+        f"Python:  cache = {python_line(plan.name)}",
         f"Command: {command_line(model, choice.row, done)}",
     ]
 
@@ -434,7 +435,8 @@ def _answer(model: str | None, done: Computed, rows: list[Row], choice: Choice) 
 def _as_json(
     model: str | None, done: Computed, rows: list[Row], choice: Choice | None, record: Record | None
 ) -> dict[str, Any]:
-    from hfkvq.tuning.fit.recommend import command_line, python_line
+    from hfkvq.measure.doctor import python_line
+    from hfkvq.tuning.fit.recommend import command_line
 
     caches = [
         {
@@ -451,7 +453,7 @@ def _as_json(
         found = {
             "cache": choice.row.plan.name,
             "reason": choice.reason,
-            "python": python_line(choice.row.plan.name),
+            "python": f"cache = {python_line(choice.row.plan.name)}",
             "command": command_line(model, choice.row, done),
         }
     return {**done.about, "caches": caches, "measured": record, "recommended": found}

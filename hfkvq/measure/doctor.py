@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hfkvq.caches.base.model_calls import with_cache
+from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.compile import compile_ahead, shapes_of
 from hfkvq.caches.schemes.base import split_knobs
 from hfkvq.caches.schemes.preset import Preset
@@ -114,19 +115,13 @@ def judge(
     return VERDICTS[max((level for level, _ in found), default=0)], [words for _, words in found]
 
 
-def row_verdict(row: Record, preset: Preset) -> tuple[str, list[str]]:
-    """The verdict on a row of `hfkvq kld`, by its divergence alone."""
-    kld = row["kld"]
-    return judge(kld["mean"], kld["p999"], row["top1"]["share"], {}, any(each.evicts for each in preset.schemes))
-
-
 def python_line(name: str) -> str:
-    """To copy."""
+    """Line of Python to copy, which makes a cache of a preset."""
     base, knobs = split_knobs(name)
     if base == "triaxial":
         more = "".join(f", {knob}={value!r}" for knob, value in knobs.items())
         return f"TriAxialCache(model, tokenizer{more})"
-    return f"MixedKVCache(model, {json.dumps(name)})"
+    return f"MixedKVCache(model{'' if name == DEFAULT_SCHEME else f', {json.dumps(name)}'})"
 
 
 @torch.inference_mode()

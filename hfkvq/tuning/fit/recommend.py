@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.schemes.base import entry_of, get_scheme, in_order
 from hfkvq.caches.schemes.preset import Preset, get_preset
-from hfkvq.measure.doctor import UNSAFE, row_verdict
+from hfkvq.measure.doctor import UNSAFE, judge
 from hfkvq.measure.presets import figure, long_context_bits, widest_first
 
 from .compute import Computed
@@ -98,7 +96,8 @@ def measured_losses(record: Record) -> dict[str, Loss]:
     found = {}
     for row in record["rows"]:
         ratio, kld = row["perplexity_ratio"], row["kld"]
-        verdict, against = row_verdict(row, get_preset(row["name"]))
+        evicts = any(scheme.evicts for scheme in get_preset(row["name"]).schemes)
+        verdict, against = judge(kld["mean"], kld["p999"], row["top1"]["share"], {}, evicts)
         found[row["name"]] = Loss(
             ratio["value"], ratio["interval"], kld["mean"], kld["interval"], verdict, tuple(against)
         )
@@ -169,11 +168,6 @@ def choose(rows: Sequence[Row], users: int | None, most_loss: float) -> Choice |
             "sure: give more with --windows"
         )
     return Choice(best, words)
-
-
-def python_line(name: str) -> str:
-    """Line of Python to copy."""
-    return f"cache = MixedKVCache(model{'' if name == DEFAULT_SCHEME else f', {json.dumps(name)}'})"
 
 
 def command_line(model: str | None, row: Row, done: Computed) -> str:
