@@ -36,9 +36,8 @@ CASES = [
     ("16 bits", "16t128p128", "keys", None),
     ("best-2.5 keys", "2c128p128f4+4x32", "keys", "error"),
     ("trellis-2.5 values", "2t128p128t", "values", None),
-    ("best-2.0 keys", "1c128p128t+3x56+5x8", "keys", "error"),
     ("best-1.5 keys", "1c128p128t+3x32", "keys", "error"),
-    ("best-1.5 values", "1t128p128t", "values", None),
+    ("best-2.0 and best-1.5 values", "1t128p128t", "values", None),
     ("best-3.4 keys", "2c64p128f4+4x64", "keys", "error"),
 ]
 

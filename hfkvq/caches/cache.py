@@ -460,11 +460,6 @@ class MixedKVCache(Cache):
             kernels = key_states.device, self.compressed_layers[0].record_past
             if self._compiled != kernels:
                 self._compiled = kernels
-                if any(getattr(layer.scheme, "key_bits", None) == 1 for layer in self.compressed_layers):
-                    warn_once(
-                        "Keys of 1 bit (best-2.0, best-1.5): attention to them has not been checked on a GPU since it "
-                        "was mended; compare with best-2.5 or trellis-2.5, for example by `hfkvq kld`."
-                    )
                 fused = self.graphs is not None and self.graphs.fuses
                 compile_kernels(self.config, self.compressed_layers, key_states, fused)
                 if self.budget is not None and self.graphs is not None:

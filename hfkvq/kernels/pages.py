@@ -56,8 +56,8 @@ class PageFormat:
     scale, zero   f16 (P, H, G/g, D) per channel           f16 (P, H, D/g, G) per token (both sides)
     norm          f16 (P, H, G) per channel                f16 (P, H, D) per token (both sides)
     codes, walks  i16 (P, H, G/8, D*bits/2)                i16 (P, H, D/8, G*bits/2)
-    high          i16 (P, H, G/8, n4)                      never
-    high_index    u8 (P, H, n4), i16 if D > 256             never
+    high          i16 (P, H, G/8, n3 or n4)                never
+    high_index    u8 (P, H, n3 or n4), i16 if D > 256       never
     full          model dtype (P, H, G, n16)               never
     full_index    u8 (P, H, n16), i16 if D > 256            never
     ============  =======================================  =====================================================
@@ -65,8 +65,8 @@ class PageFormat:
     8-bit pages have a scale and no zero, as have values in trellis codes, whose words ("walks") are those of
     `hfkvq.kernels.trellis`; 16-bit pages have neither. A channel raised to 4 bits keeps the lower two bits
     of its code in ``codes`` and the upper two in ``high``, where a word holds eight tokens of one channel: field f of
-    row t is token ``f*G/8 + t`` of the page. In trellis codes ``high`` holds walks, see `walks`. A channel raised to 16
-    bits has scale, zero and
+    row t is token ``f*G/8 + t`` of the page. In trellis codes ``high`` holds 2-bit walks of what the first ones leave of
+    raised channels, lanes like those of a page of so many channels. A channel raised to 16 bits has scale, zero and
     code 0 in the plane and its values in ``full``. ``high_index[r]`` and ``full_index[r]`` name the channel of rank r;
     unused ranks hold zeros, which add nothing. The dense keys of a page are therefore::
 
@@ -83,8 +83,8 @@ class PageFormat:
         group_size: g, elements along the other axis that share a scale.
         page_size: G, tokens in a page.
         raised: ((width, count), ...): room for that many channels of greater width per page and head. Widths 4 (only
-            over 2-bit pages) and 16; counts are rounded up to a multiple of eight. Trellis codes have widths of two and
-            four bits more than the others, and multiples of eight. Keys, per channel, only.
+            over 2-bit pages) and 16; counts are rounded up to a multiple of eight. In trellis codes that of keys is
+            3, and counts are multiples of eight. Keys, per channel, only.
         normed: whether a page also holds a factor along the other axis, one of each token (per channel) or channel (per
             token): ``x̂ = (code * scale + zero) * norm``. Integer widths only; a page is then sealed as a whole.
         trellis: whether codes are walks through a trellis, see `hfkvq.kernels.trellis`: ``x̂ = number * scale``, plus
@@ -146,18 +146,17 @@ class PageFormat:
 
     def _check_walks(self) -> None:
         if self.bits != 1:
-            raise ValueError(f"trellis: got keys of {self.bits} bits, allowed 1; raise channels to 3 and 5.")
+            raise ValueError(f"trellis: got keys of {self.bits} bits, allowed 1; raise channels to 3.")
         if self.group_size != self.page_size or self.page_size > TRELLIS_MOST:
             raise ValueError(
                 f"trellis: got a scale for {self.group_size} of a page's {self.page_size} tokens, allowed one of each "
                 f"channel and page of up to {TRELLIS_MOST} tokens."
             )
-        allowed = 1 + WALK, 1 + 2 * WALK
         for width, count in self.raised:
-            if width not in allowed or count < 1 or count % RAISED_STEP:
+            if width != 1 + WALK or count < 1 or count % RAISED_STEP:
                 raise ValueError(
                     f"raised: got {count} channels of width {width} over trellis codes, allowed "
-                    f"multiples of {RAISED_STEP} of widths {allowed[0]} and {allowed[1]}."
+                    f"multiples of {RAISED_STEP} of width {1 + WALK}."
                 )
 
     def check_head_dim(self, head_dim: int) -> None:
@@ -221,19 +220,6 @@ class PageFormat:
         """Channels a page stores at ``width``: the count rounded up to a multiple of eight."""
         return -(-self.raised_count(width) // RAISED_STEP) * RAISED_STEP
 
-    @cached_property
-    def walks(self) -> tuple[int, int]:
-        """Channels of trellis codes whose rest is walked again, and those of them whose rest is walked once more.
-
-        Those are the first ranks. ``high`` holds their walks, i16 (P, H, G/8, n), where those of the first walk are
-        lanes like those of a page of so many channels, and those of the second one stand behind them. ``high_index``
-        names the channels.
-        """
-        if not self.trellis:
-            return 0, 0
-        twice = self.raised_count(self.bits + 2 * WALK)
-        return self.raised_count(self.bits + WALK) + twice, twice
-
     @staticmethod
     def index_dtype(head_dim: int) -> torch.dtype:
         """Dtype of indices of channels: u8 while it holds them, i16 for more than 256."""
@@ -249,7 +235,7 @@ class PageFormat:
             names.append("zero")
         if self.normed:
             names.append("norm")
-        if self.raised_count(4) or self.walks[0]:
+        if self.raised_count(3) or self.raised_count(4):
             names += ["high", "high_index"]
         if self.raised_count(16):
             names += ["full", "full_index"]
@@ -271,14 +257,13 @@ class PageFormat:
             scale = (heads, page // self.group_size, head_dim) if self.bits < 8 else (heads, 1, head_dim)
         else:
             scale = (heads, head_dim // self.group_size, page) if self.bits < 16 else (heads, 1, page)
-        room4, room16, index = self.raised_room(4), self.raised_room(16), self.index_dtype(head_dim)
-        walked, ranks = (sum(self.walks), self.walks[0]) if self.trellis else (room4, room4)
+        room, room16, index = self.raised_room(3) or self.raised_room(4), self.raised_room(16), self.index_dtype(head_dim)
         shapes |= {
             "scale": (scale, torch.float16),
             "zero": (scale, torch.float16),
             "norm": ((heads, page if self.axis == "channel" else head_dim), torch.float16),
-            "high": ((heads, page // 8, walked), torch.int16),
-            "high_index": ((heads, ranks), index),
+            "high": ((heads, page // 8, room), torch.int16),
+            "high_index": ((heads, room), index),
             "full": ((heads, page, room16), None),
             "full_index": ((heads, room16), index),
         }

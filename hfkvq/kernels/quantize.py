@@ -10,7 +10,7 @@ from torch import Tensor
 from .dispatch import call, define
 from .groups import F16_MAX, Groups
 from .pages import WALK, PageFormat, Side
-from .trellis import RATIOS, centre, decode, encode, encode_with, own_scale
+from .trellis import RATIO, centre, decode, encode, encode_with, own_scale
 
 FP8_MAX = 448.0
 
@@ -154,32 +154,23 @@ def _walk_keys(x: Tensor, fmt: PageFormat, widths: Tensor | None) -> list[Tensor
     made = [scale.squeeze(3).unsqueeze(2), zero.squeeze(3).unsqueeze(2)]
     scale = scale.float()
     codes = encode_with(rest, scale, fmt.bits)
-    again, _ = fmt.walks
+    again = fmt.raised_count(3)
     if not again:
         return [codes, *made]
     order = torch.zeros_like(scale[..., 0]) if widths is None else widths
     index = order.argsort(dim=-1, descending=True, stable=True)[..., :again]
-    rest, base = rest - decode(codes, fmt.bits) * scale, scale
-    chosen = index[..., None]
-    rest, base = rest.gather(2, chosen.expand(-1, -1, -1, rest.shape[3])), base.gather(2, chosen)
-    high = []
-    for count, ratio in zip(fmt.walks, RATIOS, strict=True):
-        if count:
-            rest, scale = rest[:, :, :count], base[:, :, :count] * ratio
-            high.append(encode_with(rest, scale, WALK))
-            rest = rest - decode(high[-1], WALK) * scale
-    return [codes, *made, torch.cat(high, 3), index.to(fmt.index_dtype(x.shape[-1]))]
+    rest, chosen = rest - decode(codes, fmt.bits) * scale, index[..., None]
+    rest, scale = rest.gather(2, chosen.expand(-1, -1, -1, rest.shape[3])), scale.gather(2, chosen)
+    return [codes, *made, encode_with(rest, scale * RATIO, WALK), index.to(fmt.index_dtype(x.shape[-1]))]
 
 
 def _walked_keys(named: dict[str, Tensor], fmt: PageFormat) -> Tensor:
-    x, at = decode(named["codes"], fmt.bits), 0
-    for count, ratio in zip(fmt.walks, RATIOS, strict=True):
-        if count:
-            # The clamp keeps what a reserved page holds, anything, from indexing past the head.
-            index = named["high_index"][..., :count].long().clamp(max=x.shape[2] - 1)[..., None]
-            more = decode(named["high"][..., at : at + count], WALK) * ratio
-            x.scatter_add_(2, index.expand_as(more), more)
-            at += count
+    x = decode(named["codes"], fmt.bits)
+    if "high" in named:
+        # The clamp keeps what a reserved page holds, anything, from indexing past the head.
+        index = named["high_index"].long().clamp(max=x.shape[2] - 1)[..., None]
+        more = decode(named["high"], WALK) * RATIO
+        x.scatter_add_(2, index.expand_as(more), more)
     scale, zero = (named[name].float().transpose(2, 3) for name in ("scale", "zero"))
     return (x * scale + zero).transpose(2, 3)
 

@@ -18,7 +18,7 @@ and the second one begins and ends there. What is encoded is f16, so its product
 and costs are rounded where one is added: kernel and reference agree, whether products and sums are fused or not.
 
 Keys have a mean beside their scale, and more bits for the channels that need them: what a walk leaves of these is
-walked again, in 2 bits, with a scale that follows from the channel's own (`RATIOS`), once or twice.
+walked again, in 2 bits, with a scale that follows from the channel's own (`RATIO`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MASK, FLIP = 0x8FFF8FFF, 0x38003800
 SPREAD = 0.8761381
 """Root of the mean square of all numbers of states."""
 
-RATIOS = 0.625, 0.171875
-"""Scales of a channel's second and third walk, in parts of its own: what walks of 1 and of 2 bits leave of noise."""
+RATIO = 0.625
+"""Scale of a channel's second walk, in parts of its own: what a walk of 1 bit leaves of noise."""
 
 FRACTION = 1024
 """Numbers count as so many parts of their lane's largest magnitude, numbers of states as so many parts of 1."""

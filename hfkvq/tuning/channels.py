@@ -24,7 +24,7 @@ def raised_channels(cache: MixedKVCache) -> dict[int, dict[int, Tensor]]:
         cache: that has seen tokens.
 
     Returns:
-        By layer and width (4 or 16; of trellis codes 3 or 5), f32 (H, D): share of the sealed pages of all rows in
+        By layer and width (4 or 16; of trellis codes 3), f32 (H, D): share of the sealed pages of all rows in
         which the channel had that width, channels in the basis of the pages. Only layers whose pages can raise channels
         and have sealed some.
     """
@@ -43,11 +43,10 @@ def _shares(store: KVStore) -> dict[int, Tensor]:
         ids = view.table[sealed].long()
         pages += len(ids)
         parts = dict(zip(fmt.names, view.keys, strict=True))
-        at = 0
-        for width, room in sorted(fmt.raised, reverse=True):
+        for width, _ in fmt.raised:
             if fmt.trellis:
-                # All ranks are used, those of the widest channels first.
-                index = parts["high_index"][ids][..., at : (at := at + room)].long()
+                # All ranks are used.
+                index = parts["high_index"][ids].long()
                 count = torch.zeros(*index.shape[:2], head_dim, device=index.device, dtype=torch.float32)
                 counts[width] = counts.get(width, 0) + count.scatter_(2, index, 1.0).sum(0)
                 continue

@@ -365,7 +365,8 @@ STEPS = (
     ("w128;s0;k0;v0;16t1p32/16t1p32", "", "", BF16, 1),
     ("s4;k0;v128;2c128p128f4+4x32/2t128p128t", "error", "sum", BF16, 1),
     ("s4;k0;v128;2c128p128f4+4x32/2t128p128f4", "error", "sum", BF16, 1),
-    ("s4;k0;v128;1c128p128t+3x56+5x8/2t128p128t", "error", "sum", BF16, 1),
+    ("s4;k0;v128;2c128p128f4+4x32/1t128p128t", "error", "sum", BF16, 1),
+    ("s4;k0;v128;1c128p128t+3x32/1t128p128t", "error", "sum", BF16, 1),
 )
 """Steps without the host: store, rule, what of the queries is kept, dtype, tokens."""
 

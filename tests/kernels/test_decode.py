@@ -62,10 +62,12 @@ CASES = {
             ("trellis", "2c128p128+4x20/2t128p128t", 128, torch.bfloat16, 0, 4),
             ("trellis-4c-dim-96", "4c64p128n/2t96p128t", 96, torch.float16, 32, 9),
             ("trellis-page-64", "2c64p64/2t64p64t", 64, torch.bfloat16, 64, 1),
-            ("trellis-keys", "1c128p128t+3x48+5x16/1t128p128t", 128, torch.bfloat16, 0, 4),
-            ("trellis-keys-dim-64", "1c128p128t+3x16+5x8/2t64p128t", 64, torch.float16, 0, 7),
+            ("trellis-keys", "1c128p128t+3x64/1t128p128t", 128, torch.bfloat16, 0, 4),
+            ("trellis-keys-dim-64", "1c128p128t+3x24/2t64p128t", 64, torch.float16, 0, 7),
             ("trellis-keys-dim-96", "1c128p128t/1t96p128t", 96, torch.bfloat16, 32, 1),
-            ("trellis-1-bit-values", "2c64p64/1t64p64t", 64, torch.bfloat16, 0, 4),
+            ("trellis-1-bit-values", "2c128p128+4x32/1t128p128t", 128, torch.bfloat16, 0, 4),
+            ("trellis-1-bit-values-dim-64", "2c128p128+4x16/1t64p128t", 64, torch.float16, 0, 3),
+            ("trellis-1-bit-values-page-64", "2c64p64/1t64p64t", 64, torch.bfloat16, 0, 4),
             ("page-64", "2c64p64/2t64p64", 64, torch.bfloat16, 0, 4),
             ("page-256", "2c64p256/2t64p256", 64, torch.float16, 0, 4),
         )
@@ -85,6 +87,7 @@ CASES = {
             (3, 7, "4t128p128/4t128p128"),
             (16, 4, "2c32p128/2t32p128"),
             (3, 4, "2c128p128/2t128p128t"),
+            (3, 4, "2c128p128+4x32/1t128p128t"),
             (3, 4, "1c128p128t+3x32/1t128p128t"),
         )
     },

@@ -75,7 +75,7 @@ CASES = {
         runs="2c8p24/2t40p24t", keys=[[72], [24]], values=[[72], [24]], pages=5, value_dim=40, rotate_values=8
     ),
     "trellis-keys": Case(
-        runs="1c32p32t+3x16+5x8/1t40p32t", values=[[64], [0]], value_dim=40, dtype=torch.bfloat16, tail=(40, 64)
+        runs="1c32p32t+3x24/1t40p32t", values=[[64], [0]], value_dim=40, dtype=torch.bfloat16, tail=(40, 64)
     ),
     "keys-lag": Case(keys=[[32], [0]], values=[[70], [33]], tail=(64, 40)),
     "values-lag": Case(keys=[[64], [32]], values=[[30], [0]], tail=(40, 64)),

@@ -60,7 +60,7 @@ FORMATS = [
     ("2t32p8t", "values", 32),
     ("1t40p24t", "values", 40),
     ("1c24p24t", "keys", 40),
-    ("1c16p16t+3x8+5x8", "keys", 64),
+    ("1c16p16t+3x16", "keys", 64),
     ("2t24p8t", "values", 24),
 ]
 ROWS, HEADS, PAGES = 3, 2, 4
@@ -239,13 +239,13 @@ CHOSEN = [
     ("2c64p128+4x24", 512),
     ("2c32p32n+4x8+16x8", 64),
     ("2c32p64f4+4x8", 80),
-    ("1c16p16t+3x16+5x8", 48),
+    ("1c16p16t+3x24", 48),
 ]
 
 
 @pytest.mark.interpreted(
     *("2c32p32+4x8", "4c32p32+16x8", "2c16p16+4x24", "2c32p32n+4x8+16x8", "2c32p64f4+4x8", "2c24p24+4x8"),
-    "1c16p16t+3x16+5x8",
+    "1c16p16t+3x24",
     turns=2,
     over=("spec", "choose"),
 )

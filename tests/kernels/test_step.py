@@ -22,7 +22,7 @@ PLANS = {
     "sixteen bits": ("s3;k0;v0;16t1p16/16t1p16", (0, 0), (1, 1), "", ""),
     "kitty": ("s4;k0;v0;2c16p16+4x8/2t32p16", (0, 16), (16, 16), "k_abs", ""),
     "trellis": ("s4;k0;v32;2c16p16+4x8/2t32p16t", (0, 16), (16, 16), "k_abs", ""),
-    "trellis keys": ("s4;k0;v32;1c16p16t+3x8+5x8/1t32p16t", (0, 16), (16, 16), "error", "sum"),
+    "trellis keys": ("s4;k0;v32;1c16p16t+3x16/1t32p16t", (0, 16), (16, 16), "error", "sum"),
     "values by the token": ("s0;k0;v0;2c8p16/2t8p16", (0, 16), (16, 1), "", ""),
     "mixed": ("s4;k0;v0;2c8p16+4x8+16x8/2t8p16", (0, 0), (16, 16), range_rule(), "sum"),
     "mixed, thresholds": ("s0;k0;v0;2c8p16+4x8+16x8/2t8p16", (0, 0), (16, 16), range_rule(2.0, 1.0, 1.7), "sum"),

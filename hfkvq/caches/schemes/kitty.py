@@ -13,7 +13,6 @@ from .base import Entry, Layout, Scheme, SideLayout, knob, rotation_block
 _BEST = {"boost_ratio": 0.25, "score": "q_error", "fit": 4, "rotate_values": True, "key_local_length": 128}
 # Layer 19 of SmolLM2's 30 loses nearly as much as all others together: it has 4 bits.
 _HEAVY = {"wide_from": 0.6, "wide_to": 0.63, "wide_keys_from": 0.6, "wide_keys_to": 0.63}
-_TRELLIS = {"key_bits": 1, "trellis_values": True}
 _BY_QUERIES = ("qk_abs", "q_error")
 
 
@@ -33,7 +32,6 @@ class Kitty(Scheme):
     Attributes:
         boost_ratio: share of key channels raised to 4 bits, per page and KV head; of keys of 1 bit to 3 bits. Kitty
             0.125, Kitty-Pro 0.25.
-        twice_ratio: share of key channels raised to 5 bits, where keys have 1 bit; these are some of the former.
         score: ranking of channels: mean |K| of the page ("k_abs", the paper's), mean |K| times mean |Q|
             of the queries seen since the last seal ("qk_abs"), the squared error that the channel would have at 2 bits
             ("error"), or that times the square of mean |Q| ("q_error"). "random" is Figure 4's baseline: each channel
@@ -90,13 +88,13 @@ class Kitty(Scheme):
             ("kld", "fit"),
         ),
         "best-2.0": Entry(
-            "Our own preset for less memory than best-2.5: trellis codes, of keys in 1 to 5 bits, of values in 1 or 2.",
-            {**_BEST, **_HEAVY, **_TRELLIS, "boost_ratio": 0.5, "twice_ratio": 0.0625, "narrow_to": 0.6},
+            "Our own preset for less memory than best-2.5: its keys, and values in trellis codes of 1 bit.",
+            {**_BEST, **_HEAVY, "trellis_values": True, "narrow_to": 1.0},
             ("kld", "fit"),
         ),
         "best-1.5": Entry(
             "Our own preset for the least memory: trellis codes of 1 bit, and of 3 for a quarter of the key channels.",
-            {**_BEST, **_HEAVY, **_TRELLIS, "narrow_to": 1.0},
+            {**_BEST, **_HEAVY, "key_bits": 1, "trellis_values": True, "narrow_to": 1.0},
             ("kld", "fit"),
         ),
         "best-2.8": Entry(
@@ -112,7 +110,6 @@ class Kitty(Scheme):
     }
 
     boost_ratio: float = knob(0.125, low=0.0, high=1.0, search=[0.0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5])
-    twice_ratio: float = knob(0.0, low=0.0, high=1.0)
     score: str = knob("k_abs", choices=("k_abs", "qk_abs", "error", "q_error", "random"))
     seed: int = knob(0, low=0, high=2**31 - 1)
     sink_length: int = knob(32, low=0, high=1024, search=[0, 16, 32, 64])
@@ -141,11 +138,6 @@ class Kitty(Scheme):
                 raise ValueError(
                     f"{side}_from: got {begin} with {side}_to={end}, allowed at most {side}_to; swap the two."
                 )
-        if self.twice_ratio > self.boost_ratio:
-            raise ValueError(
-                f"twice_ratio: got {self.twice_ratio} with boost_ratio={self.boost_ratio}, allowed at most "
-                "boost_ratio; raise that too."
-            )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -155,11 +147,6 @@ class Kitty(Scheme):
     def boosted(self, head_dim: int) -> int:
         """Channels raised to 4 bits in a page of heads of ``head_dim``: n_b, 16 of 128 for Kitty."""
         return int(self.boost_ratio * head_dim + 0.5)
-
-    @staticmethod
-    def _eights(share: float, head_dim: int) -> int:
-        """Channels in trellis codes that are raised: a multiple of eight, at most those there are."""
-        return min(int(share * head_dim / 8 + 0.5), head_dim // 8) * 8
 
     def in_layer(self, layer: int, layers: int) -> Kitty:
         """Scheme with values or keys of 4 bits, if the layer's middle is between the shares of depth that have them."""
@@ -177,9 +164,10 @@ class Kitty(Scheme):
         if self.key_bits == 4:
             keys = PageFormat(4, "channel", page, page)
         elif self.key_bits == 1:
-            twice = self._eights(self.twice_ratio, key_dim)
-            counts = (3, self._eights(self.boost_ratio, key_dim) - twice), (5, twice)
-            keys = PageFormat(1, "channel", page, page, tuple(each for each in counts if each[1]), trellis=True)
+            # In trellis codes counts are multiples of eight.
+            eights = min(int(self.boost_ratio * key_dim / 8 + 0.5), key_dim // 8)
+            raised = ((3, 8 * eights),) if eights else ()
+            keys = PageFormat(1, "channel", page, page, raised, trellis=True)
         else:
             group = page if self.group_size is None else self.group_size
             raised = ((4, count),) if count else ()

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime.jit import MockTensor
 
 from ..pages import SIDES, PageFormat, Side, StoreFormat
-from .trellis import FIRST_RATIO, SECOND_RATIO, load_numbers
+from .trellis import AGAIN, load_numbers
 
 F16_MAX = tl.constexpr(65504.0)
 
@@ -120,12 +120,11 @@ class PageShape(NamedTuple):
         GROUP: elements that share a scale.
         PER_CHANNEL: whether channels have scales of their own.
         TOKEN_MAJOR: whether a token's codes lie side by side.
+        N3: channels in trellis codes whose rest is walked again.
         N4: channels that a page stores at 4 bits.
         N16: those at 16 bits.
         BE: words of a token's tile, a power of two.
         TRELLIS: whether codes are walks, see `hfkvq.kernels.trellis`.
-        N1: channels whose rest is walked again.
-        N2: those of them whose rest is walked once more.
     """
 
     D: int
@@ -134,12 +133,11 @@ class PageShape(NamedTuple):
     GROUP: int
     PER_CHANNEL: bool
     TOKEN_MAJOR: bool
+    N3: int
     N4: int
     N16: int
     BE: int
     TRELLIS: bool
-    N1: int
-    N2: int
 
 
 def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> Page:
@@ -195,13 +193,12 @@ def page_shape(fmt: PageFormat, side: Side, head_dim: int) -> PageShape:
         GROUP=fmt.group_size,
         PER_CHANNEL=fmt.axis == "channel",
         TOKEN_MAJOR=side == "keys" or fmt.bits >= 8,
+        N3=fmt.raised_room(3),
         N4=fmt.raised_room(4),
         N16=fmt.raised_room(16),
         # Matrix products sum over 16 channels or more.
         BE=max(power(words_of(fmt, head_dim)), 16 // fields_of(fmt.bits)),
         TRELLIS=fmt.trellis,
-        N1=fmt.walks[0],
-        N2=fmt.walks[1],
     )
 
 
@@ -270,25 +267,19 @@ def page_numbers(page, i_head, o_t, o_c, m_x, SHAPE: tl.constexpr):
     G: tl.constexpr = SHAPE.G
     p_head = page.codes + i_head * (D * G * SHAPE.BITS // 16)
     if SHAPE.PER_CHANNEL:
-        return load_numbers(p_head, o_c, o_t % (G // 8), o_t // (G // 8), m_x, D, D * SHAPE.BITS // 2, SHAPE.BITS)
+        return load_numbers(p_head, o_c, o_t % (G // 8), o_t // (G // 8), m_x, D, SHAPE.BITS)
     else:
-        return load_numbers(p_head, o_t, o_c % (D // 8), o_c // (D // 8), m_x, G, G * SHAPE.BITS // 2, SHAPE.BITS)
+        return load_numbers(p_head, o_t, o_c % (D // 8), o_c // (D // 8), m_x, G, SHAPE.BITS)
 
 
 @triton.jit
-def rest_numbers(high, high_index, i_head, o_t, o_c, m_x, G: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr):
+def rest_numbers(high, high_index, i_head, o_t, o_c, m_x, G: tl.constexpr, N3: tl.constexpr):
     """Numbers f32 [BT, BC] that raised channels have beside those of all, in parts of the same scales."""
     E: tl.constexpr = G // 8
-    b_rank = rank_of_channel(high_index + i_head * N1, o_c, N1, triton.next_power_of_2(N1))[None, :]
-    p_high = high + i_head * (E * (N1 + N2))
-    m_own = m_x & (b_rank < N1)
-    b_x = load_numbers(p_high, b_rank, o_t % E, o_t // E, m_own, N1, N1 + N2, 2)
-    b_x = tl.where(m_own, b_x * FIRST_RATIO, 0.0)
-    if N2 > 0:
-        m_own = m_x & (b_rank < N2)
-        b_more = load_numbers(p_high + N1, b_rank, o_t % E, o_t // E, m_own, N2, N1 + N2, 2)
-        b_x += tl.where(m_own, b_more * SECOND_RATIO, 0.0)
-    return b_x
+    b_rank = rank_of_channel(high_index + i_head * N3, o_c, N3, triton.next_power_of_2(N3))[None, :]
+    m_own = m_x & (b_rank < N3)
+    b_x = load_numbers(high + i_head * (E * N3), b_rank, o_t % E, o_t // E, m_own, N3, 2)
+    return tl.where(m_own, b_x * AGAIN, 0.0)
 
 
 @triton.jit
@@ -322,8 +313,8 @@ def dequantize(
         b_code += (b_high & 3) << 2
     b_x = from_e4m3(b_code) if SHAPE.BITS == 8 else b_code.to(tl.float32)
     if SHAPE.PER_CHANNEL:
-        if SHAPE.N1 > 0:
-            b_x += rest_numbers(page.high, page.high_index, i_head, o_t[:, None], o_c, m_tile, G, SHAPE.N1, SHAPE.N2)
+        if SHAPE.N3 > 0:
+            b_x += rest_numbers(page.high, page.high_index, i_head, o_t[:, None], o_c, m_tile, G, SHAPE.N3)
         p_group = i_head * (G // GROUP * D)
         if GROUP % BT == 0 or GROUP == G:
             # The tile lies within one group. [BC]

@@ -81,10 +81,8 @@ def ask_for_page(run, i_head, FORM: tl.constexpr, SHAPE: tl.constexpr):
     ask_ahead(run.k_codes + i_head * (K_BYTES // 2), K_BYTES)
     ask_ahead(run.k_scale + i_head * K_META, 2 * K_META)
     ask_ahead(run.k_zero + i_head * K_META, 2 * K_META)
-    if FORM.walks1 > 0:
-        ask_ahead(run.k_high + i_head * (G // 8 * (FORM.walks1 + FORM.walks2)), G // 4 * (FORM.walks1 + FORM.walks2))
-    if FORM.room4 > 0:
-        ask_ahead(run.k_high + i_head * (G // 8 * FORM.room4), G // 4 * FORM.room4)
+    if FORM.room3 + FORM.room4 > 0:
+        ask_ahead(run.k_high + i_head * (G // 8 * (FORM.room3 + FORM.room4)), G // 4 * (FORM.room3 + FORM.room4))
     if FORM.room16 > 0:
         ask_ahead(run.k_full + i_head * (G * FORM.room16), 2 * G * FORM.room16)
     ask_ahead(run.v_codes + i_head * (V_BYTES // 2), V_BYTES)

@@ -160,7 +160,7 @@ def attend_loose(
                 b_halves = keys.half_queries(b_qs, K_CODES, DTYPE)
                 o_slot = i_slot + o_r
                 if K_TRELLIS:
-                    b_ks = keys.walked_fields(run, i_head, o_slot, m_page_k, D, G, BEK, FORM.walks1, FORM.walks2)
+                    b_ks = keys.walked_fields(run, i_head, o_slot, m_page_k, D, G, BEK, FORM.room3)
                 else:
                     b_ks = keys.key_fields(run.k_codes, i_head, o_slot, m_page_k, D, G, K_BITS, BEK, True)
                 if K_CHANNEL:
@@ -238,4 +238,4 @@ def attend_loose(
                     b_more = values.whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, TRELLIS, EV, BM)
                     for f in tl.static_range(V_FIELDS):
                         b_outs = put(b_outs, f, b_outs[f] + b_more[f])
-        values.store_part(outs, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV, N4 + N16 + FORM.walks1 == 0)
+        values.store_part(outs, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV, FORM.room3 + N4 + N16 == 0)

@@ -122,7 +122,7 @@ def attend_pages(
                 if K_TRELLIS:
                     b_s = keys.add_walks(
                         keys.biased(b_biases[n], SUB, BM), run, i_head, b_halves, b_scales, p_head, m_m, D, G, BEK,
-                        FORM.walks1, FORM.walks2, BM,
+                        FORM.room3, BM,
                     )  # fmt: skip
                     # Eighths of a page do not stand as one product leaves it when they are put together.
                     b_s = as_product(b_s, SUB, BM)
@@ -236,5 +236,5 @@ def attend_pages(
     else:
         b_outs = values.whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, TRELLIS, EV, BM)
     values.store_part(
-        outs, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV, N4 + N16 + FORM.walks1 == 0
+        outs, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV, FORM.room3 + N4 + N16 == 0
     )

@@ -182,7 +182,7 @@ def pair_format(
     """
     channel = keys.axis == "channel" and keys.bits < 8
     bits = max(keys.bits, values.bits)
-    room4, room16 = keys.raised_room(4), keys.raised_room(16)
+    room3, room4, room16 = (keys.raised_room(width) for width in (3, 4, 16))
     # Few enough bytes a step for the next one to be on its way while eight programs run on a multiprocessor.
     coarse = bits <= 2 and (not channel or keys.group_size == keys.page_size)
     # Words of raised channels hold tokens from all over the page: a step is a page, or half of it.
@@ -191,7 +191,7 @@ def pair_format(
         step = min(step, SHORT_STEP)
     if values.trellis:
         step = keys.page_size
-    size = room4 / 4 + 2 * room16 + sum(keys.walks) / 4
+    size = (room3 + room4) / 4 + 2 * room16
     for fmt, dim in ((keys, head_dim), (values, value_dim)):
         size += dim * (fmt.bits + (32 / fmt.group_size if fmt.bits < 8 else 0)) / 8
         if fmt.normed:
@@ -214,11 +214,10 @@ def pair_format(
         key_bits=keys.bits,
         key_channel=channel,
         key_group=keys.group_size if keys.bits < 8 else head_dim,
+        room3=room3,
         room4=room4,
         room16=room16,
         key_trellis=keys.trellis,
-        walks1=keys.walks[0],
-        walks2=keys.walks[1],
         value_bits=values.bits,
         value_group=values.group_size if values.bits < 8 else value_dim,
         value_trellis=values.trellis,

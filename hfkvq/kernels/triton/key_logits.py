@@ -15,7 +15,7 @@ import triton.language as tl
 from ._lib import rest_numbers
 from .fields import LOG2E, Q_SHIFT, UNIT, key_unit, unpack2, unpack2_from, unpack4, unpacked_fields, weight, words_of
 from .tiles import dotable, paired, parted, put, stacked, unstacked
-from .trellis import FIRST_RATIO, SECOND_RATIO, load_numbers, trellis_fields
+from .trellis import AGAIN, load_numbers, trellis_fields
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def biased(b_bias, SUB: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def walked_fields(
-    run, i_head, o_slot, m_t, D: tl.constexpr, G: tl.constexpr, BE: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr
+    run, i_head, o_slot, m_t, D: tl.constexpr, G: tl.constexpr, BE: tl.constexpr, N3: tl.constexpr
 ):
     """Fields of keys in trellis codes at slots ``o_slot`` of a page, raised channels included: each f16 [BT, BE]."""
     E: tl.constexpr = D // 8
@@ -151,9 +151,9 @@ def walked_fields(
     b_fields = ()
     for f in tl.static_range(8):
         o_c = f * E + o_e
-        b_x = load_numbers(p_head, o_c[None, :], o_t % (G // 8), o_t // (G // 8), m_x, D, D // 2, 1)
-        if N1 > 0:
-            b_x += rest_numbers(run.k_high, run.k_high_index, i_head, o_t, o_c, m_x, G, N1, N2)
+        b_x = load_numbers(p_head, o_c[None, :], o_t % (G // 8), o_t // (G // 8), m_x, D, 1)
+        if N3 > 0:
+            b_x += rest_numbers(run.k_high, run.k_high_index, i_head, o_t, o_c, m_x, G, N3)
         b_fields = b_fields + (b_x.to(tl.float16),)
     return b_fields
 
@@ -161,14 +161,14 @@ def walked_fields(
 @triton.jit
 def add_walk(
     b_parts, p_words, b_qs, FIRST: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, HALF: tl.constexpr,
-    ROW: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Raw logits by eighths of a page with those of lanes in trellis codes added: columns FIRST to FIRST + BR, of R.
 
     ``b_qs``: scaled queries [BR, BM] of the left half's lanes, of 1-bit codes of each quarter's, then the right one's.
     """
     o_r = FIRST + tl.arange(0, BR)
-    p_w = p_words + tl.arange(0, ROWS)[:, None] * ROW + o_r[None, :]
+    p_w = p_words + tl.arange(0, ROWS)[:, None] * (2 * HALF) + o_r[None, :]
     if FIRST + BR <= R:
         b_left, b_right = tl.load(p_w), tl.load(p_w + HALF)
     else:
@@ -183,7 +183,7 @@ def add_walk(
 
 @triton.jit
 def add_walks(b_s, run, i_head, b_qs, b_scales, p_q, m_m, D: tl.constexpr, G: tl.constexpr, BE: tl.constexpr,
-    N1: tl.constexpr, N2: tl.constexpr, BM: tl.constexpr,
+    N3: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Raw logits [G, BM] of a page of keys in trellis codes, to which means have been added.
 
@@ -197,28 +197,17 @@ def add_walks(b_s, run, i_head, b_qs, b_scales, p_q, m_m, D: tl.constexpr, G: tl
         b_own = ()
         for j in tl.static_range(4):
             b_own = b_own + (b_qs[2 * j + i] * b_scales[2 * j + i][:, None],)
-        b_parts = add_walk(b_parts, p_words, b_own, i * E, (i + 1) * E, BE, 2 * E, D // 2, 1, ROWS)
-    b_parts = add_rest(b_parts, run, i_head, p_q, m_m, 0, D, N1, N1, N1 + N2, FIRST_RATIO, ROWS)
-    b_parts = add_rest(b_parts, run, i_head, p_q, m_m, N1, D, N2, N1, N1 + N2, SECOND_RATIO, ROWS)
-    return stacked(b_parts, G, BM)
-
-
-@triton.jit
-def add_rest(
-    b_parts, run, i_head, p_q, m_m, AT: tl.constexpr, D: tl.constexpr, N: tl.constexpr, N1: tl.constexpr,
-    ROW: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Raw logits by eighths of a page with those of another walk of N of its raised channels added."""
-    p_words = run.k_high + i_head * (ROWS * ROW) + AT
-    for r in tl.static_range((N // 2 + 15) // 16):
+        b_parts = add_walk(b_parts, p_words, b_own, i * E, (i + 1) * E, BE, 2 * E, 1, ROWS)
+    p_words = run.k_high + i_head * (ROWS * N3)
+    for r in tl.static_range((N3 // 2 + 15) // 16):
         b_own = ()
         for half in tl.static_range(2):
-            p_index = run.k_high_index + i_head * N1 + half * (N // 2)
-            b_q, b_channel = raised_queries(p_q, m_m, p_index, r * 16, N // 2, 16, RATIO)
-            b_scale = raised_scales(run.k_scale + i_head * D, b_channel, r * 16, N // 2, 16)
+            p_index = run.k_high_index + i_head * N3 + half * (N3 // 2)
+            b_q, b_channel = raised_queries(p_q, m_m, p_index, r * 16, N3 // 2, 16, AGAIN)
+            b_scale = raised_scales(run.k_scale + i_head * D, b_channel, r * 16, N3 // 2, 16)
             b_own = b_own + (b_q * b_scale[:, None],)
-        b_parts = add_walk(b_parts, p_words, b_own, r * 16, N // 2, 16, N // 2, ROW, 2, ROWS)
-    return b_parts
+        b_parts = add_walk(b_parts, p_words, b_own, r * 16, N3 // 2, 16, N3 // 2, 2, ROWS)
+    return stacked(b_parts, G, BM)
 
 
 @triton.jit

@@ -12,11 +12,10 @@ class PairFormat(NamedTuple):
         key_bits: width of the keys' codes.
         key_channel: whether channels of keys have scales of their own; else tokens have.
         key_group: elements that share a scale.
+        room3: channels of keys in trellis codes whose rest is walked again.
         room4: channels of keys that a page stores at 4 bits.
         room16: those at 16 bits.
         key_trellis: whether their codes are walks, see `hfkvq.kernels.trellis`.
-        walks1: channels of keys whose rest is walked again.
-        walks2: those of them whose rest is walked once more.
         value_bits: width of the values' codes.
         value_group: elements that share a scale.
         value_trellis: whether their codes are walks, see `hfkvq.kernels.trellis`.
@@ -36,11 +35,10 @@ class PairFormat(NamedTuple):
     key_bits: int
     key_channel: bool
     key_group: int
+    room3: int
     room4: int
     room16: int
     key_trellis: bool
-    walks1: int
-    walks2: int
     value_bits: int
     value_group: int
     value_trellis: bool

@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..trellis import ADDEND, FLIP, MASK, MULTIPLIER, RATIOS, SECOND_ADDEND, SECOND_MULTIPLIER
+from ..trellis import ADDEND, FLIP, MASK, MULTIPLIER, RATIO, SECOND_ADDEND, SECOND_MULTIPLIER
 from .tiles import INTERPRETED
 
 MUL, ADD, AND, XOR = tl.constexpr(MULTIPLIER), tl.constexpr(ADDEND), tl.constexpr(MASK), tl.constexpr(FLIP)
-FIRST_RATIO, SECOND_RATIO = tl.constexpr(RATIOS[0]), tl.constexpr(RATIOS[1])
+AGAIN = tl.constexpr(RATIO)
 MUL_2, ADD_2 = tl.constexpr(SECOND_MULTIPLIER), tl.constexpr(SECOND_ADDEND)
 
 
@@ -95,17 +95,16 @@ def trellis_fields(b_w, b_other, BITS: tl.constexpr, IN_PAIRS: tl.constexpr):
 
 
 @triton.jit
-def load_numbers(p_codes, o_l, o_e, o_f, m_x, L: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr):
+def load_numbers(p_codes, o_l, o_e, o_f, m_x, L: tl.constexpr, BITS: tl.constexpr):
     """Numbers f32 of lanes ``o_l`` of L and places ``o_f * E + o_e`` along them, any where not ``m_x``.
 
-    ``p_codes``: a head's part of a page's codes, or where some lanes' begin, in rows of ROW words. Shapes are such that
-    they broadcast.
+    ``p_codes``: a head's part of a page's codes. Shapes are such that they broadcast.
     """
     BLOCK: tl.constexpr = L * BITS // 4
     o_block = o_l // BLOCK
     # Quarters of a half, and the half.
     o_quarter, o_half = o_block % (2 // BITS), o_block // (2 // BITS)
-    p_x = p_codes + o_e * ROW + o_l % BLOCK // 2 * 2
+    p_x = p_codes + o_e * (2 * BLOCK) + o_l % BLOCK // 2 * 2
     p_other = p_x + (1 - o_half) * BLOCK
     p_x += o_half * BLOCK
     b_word = joined(tl.load(p_x, mask=m_x, other=0), tl.load(p_x + 1, mask=m_x, other=0)).to(tl.int32, bitcast=True)

@@ -42,7 +42,7 @@ def value_fields(
         for f in tl.static_range(8):
             m_x = m_t[None, :] & (o_e < E)[:, None]
             p_head = codes + i_head * (G * E // 2)
-            b_x = load_numbers(p_head, o_slot[None, :], o_e[:, None], f, m_x, G, G // 2, BITS)
+            b_x = load_numbers(p_head, o_slot[None, :], o_e[:, None], f, m_x, G, BITS)
             b_fields = b_fields + (b_x.to(tl.float16),)
         return b_fields
     elif BITS < 8:

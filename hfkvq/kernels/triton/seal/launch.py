@@ -146,7 +146,7 @@ def _launch(
         tiles, constants = unpacked_constants(form, tokens, head_dim, device)
     elif form.trellis:
         kernel, takes = seal_trellis_kernel, ()
-        tiles, constants = walk_constants(form, is_keys, 0, tokens, head_dim)
+        tiles, constants = walk_constants(form, is_keys, False, tokens, head_dim)
     elif form.axis == "token":
         kernel, takes = seal_token_kernel, (2,)
         tiles, constants = token_constants(form, is_keys, tokens, head_dim)
@@ -177,8 +177,7 @@ def _launch(
         return first
     tiles, constants = measure_constants(form, bool(rule), tokens, head_dim)
     launches = [launch(measure_keys_kernel, (0, 1), (tiles,), constants), first]
-    for walk in (1, 2):
-        if form.walks[walk - 1]:
-            tiles, constants = walk_constants(form, is_keys, walk, tokens, head_dim)
-            launches.append(launch(seal_trellis_kernel, (), (tiles,), constants))
+    if form.raised:
+        tiles, constants = walk_constants(form, is_keys, True, tokens, head_dim)
+        launches.append(launch(seal_trellis_kernel, (), (tiles,), constants))
     return Chain(launches)

@@ -1,7 +1,7 @@
 """Pages in trellis codes, sealed whole. See `hfkvq.kernels.trellis`, which has the same order.
 
-Keys are measured first, a page a program; then come walks of all channels, of those that are raised, and of those that
-are raised again. A program of walks is one warp that takes four lanes, of 1-bit codes eight, and walks four loops at a
+Keys are measured first, a page a program; then come walks of all channels, and of what they leave of those that are
+raised. A program of walks is one warp that takes four lanes, of 1-bit codes eight, and walks four loops at a
 time: more of either makes minima cross warps, several times as slow.
 """
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ...pages import WALK, PageFormat
 from ...seal import parse_rule
-from ...trellis import FAR, FARTHEST, FRACTION, RATIOS, SPREAD
+from ...trellis import FAR, FARTHEST, FRACTION, SPREAD
 from .._lib import F16_MAX, power
 from ..launch import Launch
 from ..tiles import put
-from ..trellis import load_numbers, numbers_of
+from ..trellis import AGAIN, load_numbers, numbers_of
 from .arithmetic import F16_TINY, rounded_product, warps_of
 from .ranks import rank_keys, score_key
 
@@ -43,15 +43,9 @@ class WalkShape(NamedTuple):
         G: tokens of a page.
         KEYS: whether lanes are channels.
         BITS: width of a code.
-        WALK: 0 for all lanes, 1 for what is left of raised channels, 2 for what is left of those.
+        RAISED: whether what is left of raised channels is walked, not all lanes.
         LANES: lanes that are walked.
         ALONG: numbers of a lane.
-        AT: place of these codes in a row of words.
-        ROW: words of a row.
-        N1: channels whose rest is walked again.
-        KEY_BITS: width of all keys' codes.
-        FIRST: scale of a channel's second walk, in parts of its own.
-        SECOND: of its third walk.
         BA: ALONG, a power of two.
         BN: loops that are walked at a time.
     """
@@ -60,15 +54,9 @@ class WalkShape(NamedTuple):
     G: int
     KEYS: bool
     BITS: int
-    WALK: int
+    RAISED: bool
     LANES: int
     ALONG: int
-    AT: int
-    ROW: int
-    N1: int
-    KEY_BITS: int
-    FIRST: float
-    SECOND: float
     BA: int
     BN: int
 
@@ -102,38 +90,29 @@ def measured(p_x, s_x, SHAPE: tl.constexpr):
 
 @triton.jit
 def known(page, i_head, i_lane, SHAPE: tl.constexpr):
-    """Mean, scale, one over that of this walk, and channel of a lane of keys; the last one is its rank."""
+    """Mean, scale, one over that of this walk, and channel of a lane of keys."""
     i_channel = i_lane
-    if SHAPE.WALK > 0:
-        i_channel = tl.load(page.high_index + i_head * SHAPE.N1 + i_lane).to(tl.int32)
+    if SHAPE.RAISED:
+        i_channel = tl.load(page.high_index + i_head * SHAPE.LANES + i_lane).to(tl.int32)
     b_zero = tl.load(page.zero + i_head * SHAPE.D + i_channel).to(tl.float32)
     b_scale = tl.load(page.scale + i_head * SHAPE.D + i_channel).to(tl.float32)
-    b_own = b_scale
-    if SHAPE.WALK == 1:
-        b_own = b_scale * SHAPE.FIRST
-    if SHAPE.WALK == 2:
-        b_own = b_scale * SHAPE.SECOND
+    b_own = b_scale * AGAIN if SHAPE.RAISED else b_scale
     b_per = tl.where(b_own > 0.0, tl.math.div_rn(1.0, tl.where(b_own > 0.0, b_own, 1.0)), 0.0)
-    return b_zero, b_scale, b_per, i_channel, i_lane
+    return b_zero, b_scale, b_per, i_channel
 
 
 @triton.jit
 def load_rest(page, i_head, p_x, p_column, s_x, fact, o_e, i_step, SHAPE: tl.constexpr):
     """Numbers ``i_step * E + o_e`` of a channel that a walk is for, f16."""
     E: tl.constexpr = SHAPE.ALONG // 8
-    ROW: tl.constexpr = SHAPE.D * SHAPE.KEY_BITS // 2
-    b_zero, b_scale, b_per, i_channel, i_rank = fact
+    b_zero, b_scale, b_per, i_channel = fact
     m_x = o_e < E
     b_column = tl.load(p_column + i_step * E + o_e, mask=m_x, other=0).to(tl.int64)
     b_x = tl.load(p_x + b_column * s_x, mask=m_x, other=0.0).to(tl.float32) - b_zero
-    if SHAPE.WALK > 0:
-        p_codes = page.codes + i_head * (E * ROW)
-        b_made = load_numbers(p_codes, i_channel, o_e, i_step, m_x, SHAPE.D, ROW, SHAPE.KEY_BITS)
+    if SHAPE.RAISED:
+        p_codes = page.codes + i_head * (E * (SHAPE.D // 2))
+        b_made = load_numbers(p_codes, i_channel, o_e, i_step, m_x, SHAPE.D, 1)
         b_x -= rounded_product(b_made, b_scale)
-    if SHAPE.WALK > 1:
-        p_codes = page.high + i_head * (E * SHAPE.ROW)
-        b_made = load_numbers(p_codes, i_rank, o_e, i_step, m_x, SHAPE.N1, SHAPE.ROW, SHAPE.BITS)
-        b_x -= rounded_product(b_made, b_scale * SHAPE.FIRST)
     b_x = rounded_product(b_x, b_per)
     b_x = tl.where(b_x == b_x, b_x, 0.0)
     return tl.minimum(tl.maximum(b_x, -FARTHEST_NUMBER), FARTHEST_NUMBER).to(tl.float16)
@@ -141,9 +120,9 @@ def load_rest(page, i_head, p_x, p_column, s_x, fact, o_e, i_step, SHAPE: tl.con
 
 @triton.jit
 def either(m_first, facts, j: tl.constexpr, k: tl.constexpr):
-    """Facts of one of two lanes."""
+    """The first four facts of one of two lanes: all that walks need."""
     b_facts = ()
-    for i in tl.static_range(5):
+    for i in tl.static_range(4):
         b_facts = b_facts + (tl.where(m_first, facts[j][i], facts[k][i]),)
     return b_facts
 
@@ -235,6 +214,7 @@ def seal_trellis_kernel(page, table, count, new, source, index, strides, H, N, M
     BN: tl.constexpr = SHAPE.BN
     E: tl.constexpr = SHAPE.ALONG // 8
     COUNT: tl.constexpr = 4 // BITS
+    ROW: tl.constexpr = SHAPE.LANES * BITS // 2
     # Lanes of a block, half of which are words of one half's row.
     BLOCK: tl.constexpr = SHAPE.LANES // COUNT
     i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -269,7 +249,7 @@ def seal_trellis_kernel(page, table, count, new, source, index, strides, H, N, M
     b_sums = ()
     for k in tl.static_range(2 * COUNT):
         b_sums = b_sums + (tl.zeros([BN], tl.int32),)
-    p_codes = (page.codes if SHAPE.WALK == 0 else page.high) + i_head * (E * SHAPE.ROW) + SHAPE.AT + i_slot
+    p_codes = (page.high if SHAPE.RAISED else page.codes) + i_head * (E * ROW) + i_slot
     for i_e in range(0, E, BN):
         o_e = i_e + tl.arange(0, BN)
         b_none = tl.zeros([BN], tl.int32)
@@ -286,7 +266,7 @@ def seal_trellis_kernel(page, table, count, new, source, index, strides, H, N, M
         _, b_left = halves_before(b_early, b_lower, b_lower, 7)
         for half in tl.static_range(2):
             b_word = b_left if half == 0 else b_right
-            p_word = p_codes + o_e * SHAPE.ROW + half * (SHAPE.LANES * BITS // 4)
+            p_word = p_codes + o_e * ROW + half * (ROW // 2)
             tl.store(p_word, b_word.to(tl.int16), mask=o_e < E)
             tl.store(p_word + 1, (b_word >> 16).to(tl.int16), mask=o_e < E)
             if not SHAPE.KEYS:
@@ -324,8 +304,7 @@ class MeasureShape(NamedTuple):
     Attributes:
         D: channels.
         G: tokens of a page.
-        N1: channels whose rest is walked again.
-        N2: those of them whose rest is walked once more.
+        N3: channels whose rest is walked again.
         RULED: whether channels are ranked by what they would lose.
         BD: D, a power of two.
         BG: G, a power of two.
@@ -333,8 +312,7 @@ class MeasureShape(NamedTuple):
 
     D: int
     G: int
-    N1: int
-    N2: int
+    N3: int
     RULED: bool
     BD: int
     BG: int
@@ -353,7 +331,7 @@ def measure_keys_kernel(page, table, count, new, source, index, widths, weight, 
     """Means, scales and ranks of the channels of a page."""
     D: tl.constexpr = SHAPE.D
     G: tl.constexpr = SHAPE.G
-    N1: tl.constexpr = SHAPE.N1
+    N3: tl.constexpr = SHAPE.N3
     BD: tl.constexpr = SHAPE.BD
     i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
@@ -381,7 +359,7 @@ def measure_keys_kernel(page, table, count, new, source, index, widths, weight, 
     o_c = o_d[None, :]
     tl.store(page.zero + i_head * D + o_c, b_zero, mask=m_d[None, :])
     tl.store(page.scale + i_head * D + o_c, b_scale, mask=m_d[None, :])
-    if N1 > 0:
+    if N3 > 0:
         LAST: tl.constexpr = BD - 1
         b_width = tl.zeros([1, BD], tl.int32)
         if widths is not None:
@@ -390,34 +368,28 @@ def measure_keys_kernel(page, table, count, new, source, index, widths, weight, 
             p_weight = None if weight is None else weight + i_bh * D
             b_score = rounded_product(b_scale.to(tl.float32), b_scale.to(tl.float32))
             b_rank = rank_keys(score_key(b_score, p_weight, o_c, m_d[None, :], True, D), 1, BD)
-            b_width = (b_rank < N1).to(tl.int32) + (b_rank < SHAPE.N2).to(tl.int32)
+            b_width = (b_rank < N3).to(tl.int32)
         # Lower channels of equal widths come first.
         b_rank = rank_keys(tl.where(m_d[None, :], b_width * BD + LAST - o_c, -1), 1, BD)
-        tl.store(page.high_index + i_head * N1 + b_rank, o_c, mask=m_d[None, :] & (b_rank < N1))
+        tl.store(page.high_index + i_head * N3 + b_rank, o_c, mask=m_d[None, :] & (b_rank < N3))
 
 
 def walk_constants(
-    form: PageFormat, is_keys: bool, walk: int, tokens: int, head_dim: int
+    form: PageFormat, is_keys: bool, raised: bool, tokens: int, head_dim: int
 ) -> tuple[int, dict[str, Any]]:
-    """Programs for so many tokens, and what `seal_trellis_kernel` takes by name; see `WalkShape` of the walk."""
-    again, twice = form.walks
-    lanes = (head_dim if is_keys else form.page_size, again, twice)[walk]
-    bits, along = (form.bits if walk == 0 else WALK), form.page_size if is_keys else head_dim
-    first, second = RATIOS if is_keys else (0.0, 0.0)
+    """Programs for so many tokens, and what `seal_trellis_kernel` takes by name; see `WalkShape` of ``raised``."""
+    lanes, along = (head_dim, form.page_size) if is_keys else (form.page_size, head_dim)
+    bits = form.bits
+    if raised:
+        lanes, bits = form.raised_count(3), WALK
     shape = WalkShape(
         D=head_dim,
         G=form.page_size,
         KEYS=is_keys,
         BITS=bits,
-        WALK=walk,
+        RAISED=raised,
         LANES=lanes,
         ALONG=along,
-        AT=again if walk == 2 else 0,
-        ROW=lanes * bits // 2 if walk == 0 else again + twice,
-        N1=again,
-        KEY_BITS=form.bits,
-        FIRST=first,
-        SECOND=second,
         BA=power(along),
         BN=min(LOOPS, power(along // 8)),
     )
@@ -426,7 +398,7 @@ def walk_constants(
 
 def measure_constants(form: PageFormat, ruled: bool, tokens: int, head_dim: int) -> tuple[int, dict[str, Any]]:
     """Programs for so many tokens, and what `measure_keys_kernel` takes by name."""
-    shape = MeasureShape(head_dim, form.page_size, *form.walks, ruled, power(head_dim), power(form.page_size))
+    shape = MeasureShape(head_dim, form.page_size, form.raised_count(3), ruled, power(head_dim), power(form.page_size))
     warps = warps_of(shape.BD * shape.BG, MEASURED_THREAD)
     return tokens // form.page_size, {"SHAPE": shape, "num_warps": warps}
 
