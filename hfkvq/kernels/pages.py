@@ -65,8 +65,8 @@ class PageFormat:
     8-bit pages have a scale and no zero, as have values in trellis codes, whose words ("walks") are those of
     `hfkvq.kernels.trellis`; 16-bit pages have neither. A channel raised to 4 bits keeps the lower two bits
     of its code in ``codes`` and the upper two in ``high``, where a word holds eight tokens of one channel: field f of
-    row t is token ``f*G/8 + t`` of the page. In trellis codes ``high`` holds 2-bit walks of what the first ones leave of
-    raised channels, lanes like those of a page of so many channels. A channel raised to 16 bits has scale, zero and
+    row t is token ``f*G/8 + t`` of the page. In trellis codes ``high`` holds 2-bit walks of what the first ones leave
+    of raised channels, lanes like those of a page of so many channels. A channel raised to 16 bits has scale, zero and
     code 0 in the plane and its values in ``full``. ``high_index[r]`` and ``full_index[r]`` name the channel of rank r;
     unused ranks hold zeros, which add nothing. The dense keys of a page are therefore::
 
@@ -83,8 +83,8 @@ class PageFormat:
         group_size: g, elements along the other axis that share a scale.
         page_size: G, tokens in a page.
         raised: ((width, count), ...): room for that many channels of greater width per page and head. Widths 4 (only
-            over 2-bit pages) and 16; counts are rounded up to a multiple of eight. In trellis codes that of keys is
-            3, and counts are multiples of eight. Keys, per channel, only.
+            over 2-bit pages) and 16; counts are rounded up to a multiple of eight. Keys in trellis codes have
+            width 3 alone, in multiples of eight. Keys, per channel, only.
         normed: whether a page also holds a factor along the other axis, one of each token (per channel) or channel (per
             token): ``x̂ = (code * scale + zero) * norm``. Integer widths only; a page is then sealed as a whole.
         trellis: whether codes are walks through a trellis, see `hfkvq.kernels.trellis`: ``x̂ = number * scale``, plus
@@ -257,7 +257,11 @@ class PageFormat:
             scale = (heads, page // self.group_size, head_dim) if self.bits < 8 else (heads, 1, head_dim)
         else:
             scale = (heads, head_dim // self.group_size, page) if self.bits < 16 else (heads, 1, page)
-        room, room16, index = self.raised_room(3) or self.raised_room(4), self.raised_room(16), self.index_dtype(head_dim)
+        room, room16, index = (
+            self.raised_room(3) or self.raised_room(4),
+            self.raised_room(16),
+            self.index_dtype(head_dim),
+        )
         shapes |= {
             "scale": (scale, torch.float16),
             "zero": (scale, torch.float16),

@@ -23,7 +23,18 @@ from hfkvq.kernels.compile import compile_layers, normal
 ROOT = Path(__file__).resolve().parents[2]
 
 QUICK = ("best-3.4", "arkv", "kitty-pro@2048")
-SLOW = ("kvarn", "mixkvq", "saw-int4", "kitty-pro", "trellis-2.5", "best-2.0", "triaxial", "full", "full@128")
+SLOW = (
+    "kvarn",
+    "mixkvq",
+    "saw-int4",
+    "kitty-pro",
+    "trellis-2.5",
+    "best-2.0",
+    "best-1.5",
+    "triaxial",
+    "full",
+    "full@128",
+)
 PRESETS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 

@@ -22,6 +22,7 @@ SMALL = {
     "best-2.5": {"page_size": 32, "sink_length": 8, "local_length": 32, "key_local_length": 16},
     "trellis-2.5": {"page_size": 32, "sink_length": 8, "local_length": 32, "key_local_length": 16},
     "best-2.0": {"page_size": 32, "sink_length": 8, "local_length": 32, "key_local_length": 16},
+    "best-1.5": {"page_size": 32, "sink_length": 8, "local_length": 32, "key_local_length": 16},
     "best-3.4": {"page_size": 32, "group_size": 16, "sink_length": 8, "local_length": 32, "key_local_length": 16},
     "best-4.3": {"local_length": 32, "group_size": 16, "sink_length": 8, "key_local_length": 16},
     "kivi-2": {"local_length": 32, "group_size": 16},
@@ -260,7 +261,19 @@ def test_windows_take_their_bytes_from_the_blocks(model, caplog):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", ["kitty-pro", "best-2.5", "trellis-2.5", "best-2.0", "best-3.4", "best-4.3", "kivi-2", "kvarn", "mixkvq"]
+    "name",
+    [
+        "kitty-pro",
+        "best-2.5",
+        "trellis-2.5",
+        "best-2.0",
+        "best-1.5",
+        "best-3.4",
+        "best-4.3",
+        "kivi-2",
+        "kvarn",
+        "mixkvq",
+    ],
 )
 def test_graphs_of_the_engine(name):
     """Steps recorded by the engine, without its graphs, among prompts, and of plain `generate`: alike in bf16."""

@@ -21,7 +21,7 @@ from tests.vllm.stand_in import Spec, install
 HEADS, QUERY_HEADS, DIM, BLOCKS = 2, 4, 64, 24
 LAYER = "model.layers.1.self_attn.attn"
 SCHEMES = ["saw-int4", "saw-int4-kv", "int4"]
-WHOLE = ["kitty-pro", "best-4.3", "best-3.4", "best-2.5", "trellis-2.5", "best-2.0", "kvarn-k4v2"]
+WHOLE = ["kitty-pro", "best-4.3", "best-3.4", "best-2.5", "trellis-2.5", "best-2.0", "best-1.5", "kvarn-k4v2"]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 

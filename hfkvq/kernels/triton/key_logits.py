@@ -139,9 +139,7 @@ def biased(b_bias, SUB: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def walked_fields(
-    run, i_head, o_slot, m_t, D: tl.constexpr, G: tl.constexpr, BE: tl.constexpr, N3: tl.constexpr
-):
+def walked_fields(run, i_head, o_slot, m_t, D: tl.constexpr, G: tl.constexpr, BE: tl.constexpr, N3: tl.constexpr):
     """Fields of keys in trellis codes at slots ``o_slot`` of a page, raised channels included: each f16 [BT, BE]."""
     E: tl.constexpr = D // 8
     o_e = tl.arange(0, BE)
