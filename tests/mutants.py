@@ -85,7 +85,7 @@ class Mutant(NamedTuple):
     new: str
 
 
-WINDOWS, DUE, ROWS = "kernels/windows.py", "kernels/due.py", "caches/store/row_lengths.py"
+WINDOWS, ROWS = "kernels/windows.py", "caches/store/row_lengths.py"
 FILL, SEAL, ROUTE = "caches/store/windows.py", "caches/store/kvstore.py", "caches/store/routing.py"
 CROP = SHARE = "caches/store/rows.py"
 APPEND = "kernels/append.py"
@@ -104,9 +104,9 @@ MUTANTS = [
     Mutant("due-unit", "windows", WINDOWS, "// unit * unit - sealed, 0)", "- sealed, 0)"),
     Mutant("due-rows", "windows", WINDOWS, "((rest - local).clamp(min=0) //", "((rest - local).clamp(min=1) //"),
     Mutant("due-most", "windows", WINDOWS, "(unit - 1 + tokens) // unit", "tokens // unit"),
-    Mutant("due-sink", "windows", DUE, "rest = (counters[LENGTH] - sink).clamp", "rest = counters[LENGTH].clamp"),
-    Mutant("due-ring", "windows", DUE, "(token % max(tail, 1))", "(token % max(tail - 1, 1))"),
-    Mutant("due-position", "windows", DUE, "= sink + token[inside]", "= token[inside]"),
+    Mutant("due-sink", "windows", WINDOWS, "rest = (counters[LENGTH] - sink).clamp", "rest = counters[LENGTH].clamp"),
+    Mutant("due-ring", "windows", WINDOWS, "(token % max(tail, 1))", "(token % max(tail - 1, 1))"),
+    Mutant("due-position", "windows", WINDOWS, "= sink + total[:, None] + place", "= total[:, None] + place"),
     Mutant("forecast-hold", "windows", ROWS, "max(windows.local[1], hold)", "windows.local[1]"),
     Mutant("forecast-tail", "windows", ROWS, "max(need_keys, behind - keys)", "max(need_keys, behind - keys - 1)"),
     Mutant("forecast-most", "windows", ROWS, "most = max(most, new_keys, new_values)", "most = max(most, new_keys)"),

@@ -4,7 +4,6 @@ from .append import append
 from .claim import Claimed, claim, new_slots
 from .decode import decode_attention
 from .dispatch import use_interpreter, use_reference
-from .due import due
 from .gather import gather_requests, gather_rows
 from .hadamard import hadamard
 from .latent import latent_attention, store_attention
@@ -19,6 +18,7 @@ from .restore import restore
 from .seal import channel_widths, seal, seal_side
 from .smooth import smooth, unsmooth
 from .take import take_page, take_token
+from .windows import due
 
 __all__ = [
     "Claimed",

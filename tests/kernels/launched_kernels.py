@@ -34,8 +34,8 @@ from hfkvq.caches.steps import step_buffer
 from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.compile import SEVERAL, normal
 from hfkvq.kernels.triton.compile import GPUS, Wanted, compile_all, leave_gpu_alone, settle_name
-from hfkvq.kernels.triton.due import due_kernel
 from hfkvq.kernels.triton.hadamard import hadamard_wanted
+from hfkvq.kernels.triton.place import place_kernel
 from hfkvq.vllm.pages import PAGE, LayerPages, Prompts, bytes_of_page, has_windows
 from hfkvq.vllm.windows import Claim, WindowPages, WindowPrompts
 from tests.kernels.compile_kernels import BF16, FrontEnd, Idle, in_turn, name_of, pretend, tensor
@@ -237,7 +237,7 @@ def compiled() -> dict[str, Any]:
     leave_gpu_alone(GPUS[90])
     every = [hadamard_wanted(torch.bfloat16, 64), hadamard_wanted(torch.float16, 64)]
     # One twice, and one whose arguments are missing.
-    every += [hadamard_wanted(torch.bfloat16, 64), Wanted(due_kernel, (), {})]
+    every += [hadamard_wanted(torch.bfloat16, 64), Wanted(place_kernel, (), {})]
     said = []
     for _ in range(2):
         done = compile_all(every, None)

@@ -166,7 +166,7 @@ def test_layers_alike_but_for_rows_and_capacity_are_one():
 def test_variants_are_compiled_once_and_found_again(told):
     """Equal variants are one; one that does not compile stops no other, and is left to its launch."""
     found = told["compiled"]
-    done = [["hadamard_kernel", False]] * 3 + [["due_kernel", True]]
+    done = [["hadamard_kernel", False]] * 3 + [["place_kernel", True]]
     assert found["said"] == [{"done": done, "compiled": 2}] * 2
     assert found["again"] == [["hadamard_kernel", ""]]
     assert found["compiled"] == 2

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from hfkvq.kernels import PageFormat, RunView, StoreFormat, append, decode_attention, due, fused, seal, use_interpreter
+from hfkvq.kernels import PageFormat, RunView, StoreFormat, append, decode_attention, fused, seal, use_interpreter
 from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.decode import LENGTH, RUNS
 from hfkvq.kernels.dispatch import _enabled, reference
@@ -155,7 +155,7 @@ PLANS = [(module, name) for module in MODULES for name, x in vars(module).items(
 def test_launchers_remember_launches():
     """Or what follows would not see them."""
     found = {module.__name__.removeprefix(f"{launchers.__name__}.") for module, _ in PLANS}
-    assert found >= {"append", "decode", "due", "merge", "seal.launch", "step"}
+    assert found >= {"append", "decode", "merge", "seal.launch", "step"}
 
 
 class Ran(NamedTuple):
@@ -269,10 +269,6 @@ def call_append(batch, heads, tokens, dims, dtype, other, held, sink, tails, rot
     ]
     counters = blank(RUNS + 2, batch, dtype=torch.int32, shift=shift)
     append(*new, counters, windows, test_append.store_of(sink, *rotate))
-
-
-def call_due(batch, sink, tails, local, unit, most, shift=0):
-    due(blank(RUNS + 2, batch, dtype=torch.int32, shift=shift), sink, tails, local, unit, most)
 
 
 def call_seal(batch, heads, spec, dim, dtype, held, columns, order, blocks, pages, given, shift=0, pool=9):
@@ -473,17 +469,6 @@ def usually(options: dict[str, tuple[Any, ...]], **first: Any) -> dict[str, tupl
 # Of each call what it may be asked, the usual answer first.
 CALLS: dict[str, tuple[Any, dict[str, tuple[Any, ...]]]] = {
     "append": (call_append, NEW),
-    "due": (
-        call_due,
-        {
-            "batch": (2, 1, 3),
-            "sink": (4, 0),
-            "tails": ((20, 20), (20, 21), (21, 20), (0, 20), (1, 20)),
-            "local": ((0, 0), (0, 5), (5, 0)),
-            "unit": ((1, 1), (1, 8), (8, 1)),
-            "most": ((3, 3), (3, 2), (2, 3), (3, 20), (3, 0)),
-        },
-    ),
     "seal channels": (
         call_seal,
         SEALED
@@ -641,7 +626,6 @@ def test_what_is_remembered_is_what_would_be_made_afresh(noted, name):
         *((name, {"pool": 6}, {"pool": 7}) for name in CALLS if name.split()[0] in ("seal", "decode")),
         ("decode", {"mask": "bool, of all rows"}, {"mask": "bool, expanded"}),
         ("decode", {"order": "contiguous"}, {"order": "other channels"}),
-        ("due", {"tails": (0, 20)}, {"tails": [0, 20]}),
     ],
 )
 def test_calls_that_are_alike_share_a_plan(noted, name, one, other):

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hfkvq.kernels.triton.windows import tokens_due
+from hfkvq.kernels.triton.step import tokens_due
 
 
 @triton.jit

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..decode import RUNS, START
+from .. import windows
+from ..decode import LENGTH, RUNS, START
 from ..dispatch import Keep, reference
 from ..windows import Sealing
 from ._lib import capability, power
@@ -26,9 +27,12 @@ from .append import (
     row_of,
 )
 from .launch import Launch
-from .windows import I_LENGTH, I_RUNS, store_slots, tokens_due
+from .tiles import INTERPRETED
 
-I_START = tl.constexpr(START)
+I_START, I_LENGTH, I_RUNS = tl.constexpr(START), tl.constexpr(LENGTH), tl.constexpr(RUNS)
+
+# Triton compiles `max` as its own `maximum`. The interpreter calls what is Python as it is.
+tokens_due = windows.tokens_due if INTERPRETED.value else triton.jit(windows.tokens_due)
 
 
 class Scratch(NamedTuple):
@@ -40,6 +44,13 @@ class Scratch(NamedTuple):
     index_v: Any
     flag: Any
     pos: Any
+
+
+@triton.jit
+def store_slots(index, i_b, i_total, W, M, BM: tl.constexpr):
+    """Slots of the tail that hold the oldest M tokens of a side."""
+    o_j = tl.arange(0, BM)
+    tl.store(index + i_b * M + o_j, (i_total + o_j) % W, mask=o_j < M)
 
 
 @triton.jit(do_not_specialize=["S", "WK", "WV", "B", "capacity", "room", "N"])

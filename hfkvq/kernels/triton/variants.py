@@ -16,7 +16,6 @@ from .append import NewTokens, append_launch
 from .claim import claim_wanted
 from .compile import GPUS, Compiled, Wanted, compile_all, leave_gpu_alone
 from .decode import decode_wanted
-from .due import due_launch
 from .fused import fused_wanted
 from .gather import requests_wanted
 from .hadamard import hadamard_wanted
@@ -159,8 +158,6 @@ def _rest(
         # Their steps are the host's, unless they are recorded.
         for tokens in steps:
             yield append_launch(_new_tokens(plan, tokens, dtype, device), *rotate).wanted([dtype] * 6 + [I32])
-    due = due_launch(plan.rows, form.sink, plan.tails, Sealing(plan.local, plan.unit, (0, 0)), device, runs)
-    yield due.wanted([I32] * 2)
     for block in {form.rotate_keys, form.rotate_values} - {0}:
         yield hadamard_wanted(dtype, block)
 
