@@ -1,9 +1,8 @@
-"""Searches for the fastest launch parameters on this GPU, and saves them where attention looks them up.
+"""Searches for the fastest launch parameters on this GPU.
 
-    PYTHONPATH=. python evals/kernel_tuning.py [--formats kitty,int4] [--sizes 32x32k] [--minutes 10] [--json FILE]
+    PYTHONPATH=. python evals/kernel_tuning.py [--formats kitty,int4] [--sizes 32x32k] [--minutes 10] --json FILE
 
-The findings go to the tuning file of this machine, which ``HFKVQ_TUNING`` names; `evals/parameters.py` takes those of
-``--json`` into the package.
+`evals/parameters.py FILE` takes what it found into the package, where attention looks it up.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -222,14 +219,6 @@ def _timers(names: Sequence[str], shapes: Sequence[Shape], device: torch.device,
             yield lambda calls=calls: time_calls(calls, REPLAYS, AIM_US).p50
 
 
-def to_save(findings: Sequence[Finding]) -> dict[str, dict[str, dict[str, int]]]:
-    """{kernel: {key: knobs}}, what `save` takes: all variants searched, so that defaults may change later."""
-    found: dict[str, dict[str, dict[str, int]]] = {}
-    for finding in findings:
-        found.setdefault(finding.kernel, {})[finding.key] = dict(finding.after)
-    return found
-
-
 def write(findings: Sequence[Finding], device: torch.device, path: Path) -> None:
     """Writes findings with the share of the time they take, as JSON: what `configs.SHIPPED` is made from."""
     found = properties(device)
@@ -257,36 +246,11 @@ def table(findings: Sequence[Finding]) -> Table:
     return view
 
 
-def save(device: torch.device, found: Mapping[str, Mapping[str, configs.Knobs]]) -> Path:
-    """Adds {kernel: {key: knobs}} of this GPU to the tuning file; other entries stay.
-
-    Raises:
-        ValueError: the file that is there is no tuning file, or there is no folder to put one in.
-    """
-    path = configs.tuning_file()
-    if path is None:
-        raise ValueError("tuning file: there is no home folder; set HFKVQ_TUNING to a file name.")
-    try:
-        data = configs._parse(path) if path.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"tuning file: {path} is something else ({error}) Move it, or set HFKVQ_TUNING.") from error
-    own = data.setdefault(configs.gpu_key(configs._gpu(device)[0]), {})
-    for kernel, keys in found.items():
-        own.setdefault(kernel, {}).update({key: dict(knobs) for key, knobs in keys.items()})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Replacing the file leaves other processes the old one or the new one.
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-        file.write(json.dumps(data, indent=2, sort_keys=True) + "\n")
-    os.replace(file.name, path)
-    configs.reload()
-    return path
-
-
 def main(given: Sequence[str] | None = None) -> None:
     """Searches, and saves each finding at once."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_cases(parser)
-    parser.add_argument("--json", type=Path, help="save times and parameters, too")
+    parser.add_argument("--json", type=Path, required=True, help="file of times and parameters")
     asked = parser.parse_args(given)
     shapes, names = cases_of(asked)
     device = bench_device()
@@ -294,15 +258,13 @@ def main(given: Sequence[str] | None = None) -> None:
 
     def keep(finding: Finding) -> None:
         found.append(finding)
-        save(device, to_save([finding]))
-        if asked.json is not None:
-            write(found, device, asked.json)
+        write(found, device, asked.json)
 
     # Before the search: there may be no place for its findings.
-    path = save(device, {})
+    write(found, device, asked.json)
     _, variants = tune(names, shapes, device, lambda what, share: print(what, flush=True), asked.minutes, keep)
     make_console().print(table(found))
-    print(f"{len(found)} of {variants} variants; saved to {path}")
+    print(f"{len(found)} of {variants} variants; saved to {asked.json}")
 
 
 if __name__ == "__main__":

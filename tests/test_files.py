@@ -19,7 +19,6 @@ from hfkvq.caches import get_preset
 from hfkvq.caches.schemes.preset import Preset
 from hfkvq.caches.tags import ChatFormat
 from hfkvq.caches.tags.bit_table import BitTable, Origin
-from hfkvq.kernels.triton import configs
 from hfkvq.measure.divergence.windows import read_file
 from hfkvq.tuning.allocation import Sensitivity
 from hfkvq.tuning.conversations import load_conversations
@@ -63,7 +62,6 @@ READERS = {
     "kernels": (kernels.load, {"kind": kernels.KIND, "rows": []}),
     "conversations": (load_conversations, {"messages": [{"role": "user", "content": "x"}], "tools": []}),
     "chat format": (ChatFormat.from_file, CHAT),
-    "tuning": (configs._parse, {"gpu": {"decode": {"key": {"warps": 4}}}}),
     "study": (
         read_study,
         {"space": SPACE, "scheme": PRESET, "cost": "total_bits", "direction": "minimize", "objective": "KLD"},

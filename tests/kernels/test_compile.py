@@ -43,7 +43,6 @@ def compiling(module, *arguments, folder):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {
         "OMP_NUM_THREADS": "1",
-        "HFKVQ_TUNING": str(folder / "none.json"),
         "TRITON_CACHE_DIR": str(folder / "cache"),
     }
     command = [sys.executable, "-X", "faulthandler", "-m", f"tests.kernels.{module}", *map(str, arguments)]

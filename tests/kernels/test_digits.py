@@ -28,7 +28,7 @@ print(each.kernel.warmup(*each.arguments, grid=(1,), **each.constants).asm["ttgi
 def test_weights_stand_where_digits_want_them(store, tmp_path):
     """Of sixteen tokens lane (g, t) has numbers 2 g and 2 g + 1 of query t, one behind the other in its registers."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "HFKVQ_TUNING": str(tmp_path / "none.json")}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", COMPILE, store], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.linear.*)$", run.stdout, re.MULTILINE))

@@ -679,7 +679,7 @@ def test_programs_are_as_many_as_launch_parameters_say(noted):
 def test_plans_are_made_anew_after_a_reload(noted):
     call_decode(**usual("decode"))
     before = made()
-    configs.reload()
+    configs.renew()
     call_decode(**usual("decode"))
     assert made() > before
 

@@ -1,28 +1,21 @@
 """Launch parameters by GPU and format: measured before and looked up, never searched during generation.
 
-Later layers win: the defaults, what is shipped for a kind of GPU and for a GPU (`SHIPPED`), the file that
-`evals/kernel_tuning.py` saved on this machine, and the candidates that it tries.
+Later layers win: the defaults, what is shipped for a kind of GPU and for a GPU (`SHIPPED`), and the candidates that
+`evals/kernel_tuning.py` tries.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-import os
+import json
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
-from hfkvq.bounded import load_json
-
 from ..pages import PageFormat
 from ._lib import properties
-
-logger = logging.getLogger(__name__)
 
 Knobs = Mapping[str, int]
 
@@ -40,12 +33,6 @@ DEFAULTS: Mapping[str, Knobs] = {
     # flight, since words wait for the number of their page; with 4 none is.
     "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8},
 }
-
-LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "max_registers": 0, "step": 0, "loose": 16, "warps": 1}
-"""Smallest legal value of every knob."""
-
-MOST: Knobs = {"loose": 32}
-"""Greatest legal value, where there is one."""
 
 ANY = "*"
 """Key that stands for every key in `SHIPPED`."""
@@ -118,90 +105,15 @@ def _merged(device: torch.device, kernel: str, key: str) -> dict[str, int]:
         raise ValueError(f"kernel: got {kernel!r}, known {', '.join(DEFAULTS)}.")
     knobs = dict(DEFAULTS[kernel])
     if device.type == "cuda":
-        name, capability = _gpu(device)
-        for which in (f"{capability[0]}", f"{capability[0]}.{capability[1]}", name):
+        gpu = properties(device)
+        for which in (f"{gpu.major}", f"{gpu.major}.{gpu.minor}", gpu.name):
             own = _shipped().get(which, {}).get(kernel, {})
             knobs |= {**own.get(ANY, {}), **own.get(key, {})}
-        knobs |= _saved(tuning_file()).get(gpu_key(name), {}).get(kernel, {}).get(key, {})
     else:
         knobs |= _INTERPRETER.get(kernel, {})
     return knobs | _TRIED.get((kernel, key), {})
 
 
-def _gpu(device: torch.device) -> tuple[str, tuple[int, int]]:
-    """Name and compute capability."""
-    found = properties(device)
-    return found.name, (found.major, found.minor)
-
-
-def gpu_key(name: str) -> str:
-    """Key of a GPU in the tuning file, with the version of Triton, which may generate other code."""
-    return f"{name}, Triton {version('triton')}"
-
-
-def tuning_file() -> Path | None:
-    """Path of the tuning file: ``$HFKVQ_TUNING``, else ``hfkvq/tuning.json`` in the user's cache folder.
-
-    None if there is no home to look in.
-    """
-    if named := os.environ.get("HFKVQ_TUNING"):
-        return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(cache) if cache else Path.home() / ".cache") / "hfkvq" / "tuning.json"
-    except RuntimeError:
-        return None
-
-
-def reload() -> None:
-    """Reads the tuning file anew at the next `lookup`."""
-    _saved.cache_clear()
-    renew()
-
-
-def _problem(kernel: str, knobs: object) -> str | None:
-    """Problem of a kernel's knobs in words, or None."""
-    if not isinstance(knobs, dict):
-        return f"{kernel}: got {knobs!r}, expected knobs by name."
-    for name, value in knobs.items():
-        if name not in DEFAULTS[kernel]:
-            return f"{kernel}: knob {name!r} is unknown; known {', '.join(DEFAULTS[kernel])}."
-        most = MOST.get(name, math.inf)
-        if not isinstance(value, int) or isinstance(value, bool) or not LEAST[name] <= value <= most:
-            until = f" to {most}" if name in MOST else ""
-            return f"{kernel}: {name}: got {value!r}, allowed whole numbers from {LEAST[name]}{until}."
-        if name == "loose" and value & (value - 1):
-            return f"{kernel}: {name}: got {value!r}, allowed 16 or 32."
-    return None
-
-
-def _parse(path: Path) -> dict[str, dict[str, dict[str, dict[str, int]]]]:
-    """A tuning file: {GPU and Triton: {kernel: {key: {knob: value}}}}. Raises ValueError if it is something else."""
-    data = load_json(path)
-    if not isinstance(data, dict):
-        raise ValueError("it holds no object.")
-    for gpu, kernels in data.items():
-        if not isinstance(kernels, dict):
-            raise ValueError(f"{gpu}: expected kernels by name.")
-        for kernel, keys in kernels.items():
-            if kernel not in DEFAULTS or not isinstance(keys, dict):
-                raise ValueError(f"{gpu}: kernel {kernel!r} is unknown, or holds no keys.")
-            for knobs in keys.values():
-                if problem := _problem(kernel, knobs):
-                    raise ValueError(problem)
-    return data
-
-
 @lru_cache(maxsize=1)
 def _shipped() -> Mapping[str, Mapping[str, Mapping[str, Knobs]]]:
-    return _parse(SHIPPED)
-
-
-@lru_cache(maxsize=1)
-def _saved(path: Path | None) -> Mapping[str, Mapping[str, Mapping[str, Knobs]]]:
-    try:
-        return _parse(path) if path is not None and path.exists() else {}
-    except (OSError, ValueError) as error:
-        # Attention goes on without a file that cannot be used: tuning makes it faster, not right.
-        logger.warning("The tuning file %s is ignored: %s Delete it, or set HFKVQ_TUNING to another.", path, error)
-        return {}
+    return json.loads(SHIPPED.read_text(encoding="utf-8"))
