@@ -489,8 +489,7 @@ class WindowedPages(CompressedPages):
         """Starts the statistics of requests with their first queries; means, f32 (P, H, D), of all of these."""
         needs, (sums, counts) = self._scheme_of[layer].needs, self._sums[layer]
         row, start, stop = first.ranges.unbind()
-        most, heads = max(first.rows.lengths), self.num_key_value_heads
-        found = kernels.query_sums(query, row, start, stop, most, heads)
+        found = kernels.query_sums(query, row, start, stop, self.num_key_value_heads)
         total, left = found.chunk(2)
         # Queries of sealed tokens count on only where all do.
         kept = 0 if "history" in needs else 1

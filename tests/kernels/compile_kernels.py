@@ -487,10 +487,6 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
         with case(f"moments over {queries} queries, {'no ' if sinks is None else ''}sinks"):
             real = torch.ones(2, queries, dtype=torch.bool)
             kernels.attention_moments(tensor(2, 4, 1000, queries, F32).mT, sinks, real)
-    for dtype, dim in ((BF16, 128), (F32, 80)):
-        with case(f"sums of queries, heads of {dim}, {dtype}"):
-            rows = torch.zeros(3, dtype=torch.int32)
-            kernels.query_sums(tensor(2, 8, 700, dim, dtype), rows, rows, rows + 700, 700, 2)
     for dtype, dim in ((BF16, 128), (F16, 80)):
         with case(f"smooth, heads of {dim}, {dtype}"):
             kernels.smooth(*(torch.zeros(2, heads, 3, dim, dtype=dtype) for heads in (8, 2)), torch.zeros(3, 2, dim))

@@ -108,7 +108,7 @@ class QueryStatistics:
                 query = query.masked_fill(~real[:, None, :, None], 0)
         # Sums of f32 would depend on where padding stands; these are of few bits each.
         rows, stop = torch.arange(batch, dtype=torch.int32, device=query.device), torch.full_like(start, queries)
-        total = query_sums(query, rows, start, stop, queries, heads)
+        total = query_sums(query, rows, start, stop, heads)
         count = real.sum(1, dtype=torch.int32)
         if not self.always:
             newest, shown = query[:, :, -waiting:], real[:, -waiting:]

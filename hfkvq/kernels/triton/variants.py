@@ -24,7 +24,7 @@ from .moments import moments_wanted
 from .norms import norms_wanted
 from .place import place_wanted
 from .products import qk_wanted
-from .query_sums import page_weights_wanted, query_sums_wanted
+from .query_sums import page_weights_wanted
 from .restore import restore_wanted
 from .seal import seal_wanted
 from .step import advance_launch, observe_launch
@@ -149,7 +149,6 @@ def _rest(
         # Steps that go one operation after the other.
         plain = observe_launch(shape, stride, dtype, device, plan.heads, False, False)
         yield plain.wanted([dtype, torch.float64, I32])
-        yield from query_sums_wanted(query_heads, plan.heads, plan.key_dim, dtype)
     if plan.query == "keep":
         for queries in (1, WINDOW):
             for fmt, _ in form.runs:
