@@ -13,7 +13,7 @@ from .pages import PageFormat, RunView, StoreFormat
 from .place import place
 from .products import qk_pages, sv_pages
 from .quantize import dequantize_pages, quantize_pages
-from .query_sums import page_weights, query_sums
+from .query_sums import page_weights
 from .restore import restore
 from .seal import channel_widths, seal, seal_side
 from .smooth import smooth, unsmooth
@@ -42,7 +42,6 @@ __all__ = [
     "place",
     "qk_pages",
     "quantize_pages",
-    "query_sums",
     "restore",
     "seal",
     "seal_side",

@@ -1,4 +1,4 @@
-"""Sums of a prompt's queries over ranges of tokens, which join a row's statistics."""
+"""Weights of pages by the queries of their tokens: the contract and its torch reference."""
 
 from __future__ import annotations
 
@@ -6,26 +6,6 @@ import torch
 from torch import Tensor
 
 from .dispatch import call, define, triton_slot
-
-
-def query_sums(q: Tensor, row: Tensor, start: Tensor, stop: Tensor, heads: int) -> Tensor:
-    """Sums of magnitudes of queries over tokens: exact in f64 but for absurd ranges.
-
-    Args:
-        q: (B, Hq, n, D).
-        row: i32 (R,), the row of ``q`` that each sum is of.
-        start: i32 (R,), its first token.
-        stop: i32 (R,), the token behind its last.
-        heads: KV heads, H.
-
-    Returns:
-        f64 (R, H, D): means over the query heads of a KV head.
-    """
-    token = torch.arange(q.shape[2], device=q.device)
-    shown = (token >= start[:, None]) & (token < stop[:, None])
-    # Queries outside of the range may be NaN, so they are masked before the sum.
-    x = torch.where(shown[:, None, :, None], q[row.long()], 0.0).abs_()
-    return x.sum(2, dtype=torch.float64).unflatten(1, (heads, -1)).mean(2)
 
 
 @define("page_weights", mutates=("sums", "counts"))

@@ -117,16 +117,15 @@ class FirstPrompts(NamedTuple):
         slot: i64 (P,), their windows.
         table: i32 (P, N), their blocks.
         rows: where their tokens stand, for the store.
-        ranges: i32 (3, 2 * P), as `kernels.query_sums` wants them: all tokens of each request, and those of them that
-            are not sealed at once.
-        counts: i32 (2, P), how many these are.
+        left: those of each that are not sealed at once.
+        counts: i32 (2, P), how many all of them are, and those that are left.
     """
 
     own: tuple[slice, ...]
     slot: Tensor
     table: Tensor
     rows: Ragged
-    ranges: Tensor
+    left: tuple[slice, ...]
     counts: Tensor
 
 
@@ -404,13 +403,10 @@ class WindowedPages(CompressedPages):
         for tokens in counts[0]:
             sealed = self.sealed(tokens, 0)
             counts[1].append(tokens - self.sizes.sink - sealed if sealed else tokens)
-        stops = [each.stop for each in own]
-        starts = [stop - count for row in counts for stop, count in zip(stops, row, strict=True)]
-        numbers = torch.tensor(
-            [[0] * len(starts), starts, stops * 2, [*counts[0], *counts[1]]], dtype=torch.int32, device="cpu"
-        )
-        ranges, rows = numbers.to(table.device), Ragged([each.start for each in own], counts[0], table.device)
-        return FirstPrompts(tuple(own), slot.long(), table, rows, ranges[:3], ranges[3].view(2, -1))
+        left = tuple([slice(each.stop - count, each.stop) for each, count in zip(own, counts[1], strict=True)])
+        numbers = torch.tensor(counts, dtype=torch.int32, device="cpu").to(table.device)
+        rows = Ragged([each.start for each in own], counts[0], table.device)
+        return FirstPrompts(tuple(own), slot.long(), table, rows, left, numbers)
 
     def _take_step(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, steps: Steps, arguments: AttentionArguments
@@ -488,9 +484,9 @@ class WindowedPages(CompressedPages):
     def _observe_first(self, layer: int, query: Tensor, first: FirstPrompts) -> Tensor:
         """Starts the statistics of requests with their first queries; means, f32 (P, H, D), of all of these."""
         needs, (sums, counts) = self._scheme_of[layer].needs, self._sums[layer]
-        row, start, stop = first.ranges.unbind()
-        found = kernels.query_sums(query, row, start, stop, self.num_key_value_heads)
-        total, left = found.chunk(2)
+        # Sums of few bits each: exact in f64.
+        found = [query[0, :, own].abs().sum(1, dtype=torch.float64) for own in (*first.own, *first.left)]
+        total, left = torch.stack(found).unflatten(1, (self.num_key_value_heads, -1)).mean(2).chunk(2)
         # Queries of sealed tokens count on only where all do.
         kept = 0 if "history" in needs else 1
         sums[first.slot], counts[:, first.slot] = (total, left)[kept], first.counts[kept].expand(len(counts), -1)

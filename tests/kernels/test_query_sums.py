@@ -1,43 +1,16 @@
-"""Sums of queries over ranges of tokens by hand, and weights of pages: by hand, and by the kernel."""
+"""Weights of pages by the queries of their tokens: by hand, and the kernel against the reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hfkvq.kernels import page_weights, query_sums
+from hfkvq.kernels import page_weights
 from hfkvq.kernels.dispatch import reference
 
 
 def numbers(*values):
     return torch.tensor(values, dtype=torch.int32)
-
-
-def test_by_hand(backend):
-    """Two query heads of a KV head, three tokens of which the first is in no range."""
-    q = torch.tensor([[[[9.0]], [[1.0]], [[-2.0]]], [[[9.0]], [[3.0]], [[4.0]]]], device=backend)
-    q = q[..., 0].permute(2, 0, 1)[..., None]
-    given = (q, *(numbers(x).to(backend) for x in (0, 1, 3)), 1)
-    assert query_sums(*given).flatten().tolist() == [(1 + 2 + 3 + 4) / 2]
-
-
-def test_ranges_of_tokens():
-    """Ranges within, over and beside each other, and an empty one."""
-    torch.manual_seed(0)
-    q = torch.randn(2, 600, 6, 80).to(torch.bfloat16).transpose(1, 2)
-    row, start, stop = (0, 1, 0, 1, 1), (0, 3, 590, 40, 7), (600, 300, 600, 40, 8)
-    got = query_sums(q, numbers(*row), numbers(*start), numbers(*stop), 2)
-    means = q.abs().double().unflatten(1, (2, 3)).mean(2)
-    expected = torch.stack([means[b, :, i:j].sum(1) for b, i, j in zip(row, start, stop, strict=True)])
-    assert torch.allclose(got, expected, rtol=1e-14, atol=0.0)
-
-
-def test_others_numbers_reach_nobody(backend):
-    q = torch.ones(1, 2, 40, 32, device=backend)
-    q[:, :, 20:] = torch.nan
-    found = query_sums(q, *(x.to(backend) for x in (numbers(0, 0), numbers(0, 20), numbers(20, 40))), 1)
-    assert torch.equal(found[0], torch.full_like(found[0], 20.0))
-    assert found[1].isnan().all()
 
 
 # Columns of the ranges: a page's queries, its number, the request, queries of the page that is being filled
