@@ -16,7 +16,7 @@ from torch import Tensor
 from ..dispatch import reference
 from ..hadamard import hadamard
 from ..masks import MaskKind, mask_kind
-from ..pages import RunView, StoreFormat, split_runs
+from ..pages import PageFormat, RunView, StoreFormat, split_runs
 from ._lib import (
     DOT_DTYPES,
     cdiv,
@@ -29,9 +29,9 @@ from ._lib import (
     page_tensors,
     power,
 )
-from .attend_rows import first_token, last_past, mask_start
+from .attend_rows import first_token, last_past, last_visible, mask_start
 from .fields import LOG2E
-from .key_logits import soft_cap
+from .key_logits import visible_logits
 from .merge import mask_words, merge_launch, sinks_kind
 from .pair_format import Factors, Row
 
@@ -40,7 +40,7 @@ PROGRAMS_PER_SM = 8
 
 
 class Shape(NamedTuple):
-    """Constants of both kernels, by the names of `pair_format.DecodeShape`, and those of their own.
+    """Constants of the kernel, by the names of `pair_format.DecodeShape`, and those of their own.
 
     Attributes:
         Q: queries of a head.
@@ -48,6 +48,7 @@ class Shape(NamedTuple):
         DOT: dtype of products.
         BT: tokens of a block.
         STAGES: loads of a page loop in flight.
+        RUNS: how many there are.
     """
 
     H: int
@@ -63,6 +64,8 @@ class Shape(NamedTuple):
     BT: int
     STAGES: int
     WINDOW: int
+    ROWS: bool
+    RUNS: int
 
 
 @triton.jit
@@ -73,108 +76,87 @@ def load_ring(ring, o_slot, m_t, o_c, m_c, D: tl.constexpr):
 
 
 @triton.jit
-def attend(
-    b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, p_mask, s_mask, i_start, L, factors,
-    SHAPE: tl.constexpr,
-):  # fmt: skip
-    """One block of tokens at row positions ``o_x`` joins the running softmax of all query rows."""
-    # [BM, BT]
-    b_s = tl.dot(b_q, tl.trans(b_k.to(SHAPE.DOT)), input_precision="ieee") * factors.scaling
-    if SHAPE.SOFTCAP:
-        b_s = soft_cap(b_s, factors.softcap)
-    if SHAPE.MASK == 0:
-        m_s = m_t[None, :] & (o_x[None, :] <= o_last[:, None])
-    else:
-        o_column = tl.minimum(tl.maximum(o_x + i_start, 0), L - 1).to(tl.int64)
-        m_s = m_t[None, :] & (o_last >= 0)[:, None]
-    if SHAPE.WINDOW > 0:
-        m_s = m_s & (o_x[None, :] > o_past[:, None])
-        if SHAPE.MASK > 0:
-            m_s = m_s & (o_x + i_start >= 0)[None, :]
-    if SHAPE.MASK > 0:
-        b_mask = tl.load(p_mask[:, None] + o_column[None, :] * s_mask, mask=m_s, other=0)
-        if SHAPE.MASK == 1:
-            m_s = m_s & (b_mask != 0)
-        else:
-            b_s += b_mask.to(tl.float32)
-    b_s = tl.where(m_s, b_s, float("-inf"))
-    b_new = tl.maximum(b_top, tl.max(b_s, 1))
-    # A row that has seen nothing yet keeps -inf, and -inf - -inf is NaN.
+def attend(b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, masks, i_start, factors, SHAPE: tl.constexpr):
+    """One block of tokens at row positions ``o_x`` joins the running softmax of all queries."""
+    # [BT, BM]
+    b_s = tl.dot(b_k.to(SHAPE.DOT), b_q, input_precision="ieee") * (factors.scaling * LOG2E)
+    b_s = visible_logits(
+        b_s, o_x, m_t, o_last, o_past, masks, i_start, factors.softcap, SHAPE.MASK, SHAPE.ROWS, SHAPE.SOFTCAP,
+        SHAPE.WINDOW,
+    )  # fmt: skip
+    b_new = tl.maximum(b_top, tl.max(b_s, 0))
+    # A query that has seen nothing yet keeps -inf, and -inf - -inf is NaN.
     b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_shrink = tl.exp(b_top - b_safe)
-    b_p = tl.exp(b_s - b_safe[:, None])
-    b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
-    b_acc = tl.dot(b_p.to(SHAPE.DOT), b_v.to(SHAPE.DOT), b_acc * b_shrink[:, None], input_precision="ieee")
+    b_shrink = tl.exp2(b_top - b_safe)
+    b_p = tl.exp2(b_s - b_safe[None, :])
+    b_sum = b_sum * b_shrink + tl.sum(b_p, 0)
+    b_p = tl.trans(b_p.to(SHAPE.DOT))
+    b_acc = tl.dot(b_p, b_v.to(SHAPE.DOT), b_acc * b_shrink[:, None], input_precision="ieee")
     return b_acc, b_new, b_sum
 
 
 @triton.jit
-def load_queries(q, mask, s_q, s_m, i_b, i_h, i_length, o_m, m_m, o_c, m_c, SHAPE: tl.constexpr):
-    """Queries [BM, C], the last position that each sees (padding rows see nothing), and where their masks are."""
-    i_q = o_m % SHAPE.Q
-    i_hq = i_h * SHAPE.SHARE + o_m // SHAPE.Q
-    p_q = q + i_b * s_q[0] + i_hq * s_q[1] + i_q * s_q[2]
-    b_q = tl.load(p_q[:, None] + o_c[None, :], mask=m_m[:, None] & m_c[None, :], other=0.0).to(SHAPE.DOT)
-    if SHAPE.MASK == 0:
-        o_last = tl.where(m_m, i_length - SHAPE.Q + i_q, -1)
-        return b_q, o_last, o_last
+def page_positions(pos, i_b, o_j, m_t, N, G: tl.constexpr, S: tl.constexpr):
+    """Row positions of a run's tokens."""
+    if pos is None:
+        return o_j + S
     else:
-        return b_q, tl.where(m_m, 0, -1), mask + i_b * s_m[0] + i_hq * s_m[1] + i_q * s_m[2]
-
-
-@triton.jit
-def store_split(out, out_top, out_sum, b_acc, b_top, b_sum, i_row, o_m, m_m, o_v, m_v, DV: tl.constexpr):
-    """A split's part of the result: sums [BM, C], maxima (in units of ln 2) and sums of probabilities."""
-    p_out = out + (i_row + o_m)[:, None] * DV + o_v[None, :]
-    tl.store(p_out, b_acc, mask=m_m[:, None] & m_v[None, :])
-    tl.store(out_top + i_row + o_m, b_top * LOG2E, mask=m_m)
-    tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)
+        return tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
 
 
 # Lengths that change from step to step must not compile anew.
-@triton.jit
-def window_head(rows, i_bh, i_b, i_h, H: tl.constexpr):
-    """A row's head among those of the windows, whose rows may be others."""
-    if rows is not None:
-        return tl.load(rows + i_b).to(tl.int64) * H + i_h
-    else:
-        return i_bh
-
-
-@triton.jit(do_not_specialize=["N", "L", "SPLITS", "FIRST", "PAGED", "WK", "WV"])
-def dequantized_pages_kernel(
-    q, row, table, pos, keys, values, mask, out, out_top, out_sum, s_q, s_m, factors, B, N, L, SPLITS, FIRST, PAGED,
+@triton.jit(do_not_specialize=["N", "L", "SPLITS", "FIRST", "OWN", "WK", "WV"])
+def dequantized_kernel(
+    q, row, table, pos, keys, values, mask, out, out_top, out_sum, s_q, s_m, factors, B, N, L, SPLITS, FIRST, OWN,
     WK, WV, SHAPE: tl.constexpr, RUN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """One split of the pages of a row's run RUN against BM of the queries that share a KV head."""
+    """One of OWN splits of a row against BM of the queries that share a KV head.
+
+    The split is of the pages of run RUN; or, where RUN is the number of runs, of what keys and values both hold
+    unsealed: the sink, and the newest tokens.
+    """
     i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_b, i_h = i_bh // SHAPE.H, i_bh % SHAPE.H
-    i_wh = window_head(row.rows, i_bh, i_b, i_h, SHAPE.H)
+    i_wh = i_bh
+    if row.rows is not None:
+        # Windows may have other rows than the batch.
+        i_wh = tl.load(row.rows + i_b).to(tl.int64) * SHAPE.H + i_h
     # `tl.zeros` is a kernel function itself, which takes constants but no plain numbers.
     BM: tl.constexpr = SHAPE.BM
     ROWS: tl.constexpr = SHAPE.SHARE * SHAPE.Q
-    o_m = i_m * BM + tl.arange(0, BM)
-    m_m = o_m < ROWS
-    i_row = (i_bh * SPLITS + FIRST + i_s) * ROWS
-
-    i_start = tl.load(row.counters + i_b)
-    i_length = tl.load(row.counters + B + i_b)
-    n_k = tl.load(row.counters + (2 + 2 * RUN) * B + i_b)
-    n_v = tl.load(row.counters + (3 + 2 * RUN) * B + i_b)
-    n_run = tl.maximum(n_k, n_v)
-
     G: tl.constexpr = KEYS.G
     S: tl.constexpr = SHAPE.S
     DK: tl.constexpr = SHAPE.DK
     DV: tl.constexpr = SHAPE.DV
     BT: tl.constexpr = SHAPE.BT
     CHUNKS: tl.constexpr = (G + BT - 1) // BT
-    n_blocks = (n_run + G - 1) // G * CHUNKS
-    # The first one that any query sees anything of.
-    i_base = first_token(i_length, SHAPE.Q, n_run, S, G, SHAPE.WINDOW) // G * CHUNKS
-    per_page = (n_blocks - i_base + PAGED - 1) // PAGED
-    i_first = tl.minimum(i_base + i_s * per_page, n_blocks)
-    i_end = tl.minimum(i_first + per_page, n_blocks)
+    PAGES: tl.constexpr = RUN < SHAPE.RUNS
+    o_m = i_m * BM + tl.arange(0, BM)
+    m_m = o_m < ROWS
+    o_t = tl.arange(0, BT)
+    i_row = (i_bh * SPLITS + FIRST + i_s) * ROWS
+    i_start = tl.load(row.counters + i_b)
+    i_length = tl.load(row.counters + B + i_b)
+    i_base = 0
+    if PAGES:
+        n_k = tl.load(row.counters + (2 + 2 * RUN) * B + i_b)
+        n_v = tl.load(row.counters + (3 + 2 * RUN) * B + i_b)
+        n_run = tl.maximum(n_k, n_v)
+        n_blocks = (n_run + G - 1) // G * CHUNKS
+        # The first one that any query sees anything of.
+        i_base += first_token(i_length, SHAPE.Q, n_run, S, G, SHAPE.WINDOW) // G * CHUNKS
+    else:
+        n_k = 0
+        n_v = 0
+        for i_run in tl.static_range(RUN):
+            n_k += tl.load(row.counters + (2 + 2 * i_run) * B + i_b)
+            n_v += tl.load(row.counters + (3 + 2 * i_run) * B + i_b)
+        n_run = tl.maximum(n_k, n_v)
+        n_window = tl.minimum(i_length, S) + tl.maximum(i_length - S - n_run, 0)
+        n_blocks = (n_window + BT - 1) // BT
+    per_split = (n_blocks - i_base + OWN - 1) // OWN
+    i_first = tl.minimum(i_base + i_s * per_split, n_blocks)
+    i_end = tl.minimum(i_first + per_split, n_blocks)
     if i_first >= i_end:
         tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
         return
@@ -183,120 +165,74 @@ def dequantized_pages_kernel(
     FIELDS_V: tl.constexpr = 16 // VALUES.BITS if VALUES.BITS < 8 else 1
     o_k, m_k = field_channels(tl.arange(0, KEYS.BE), DK, (DK + FIELDS_K - 1) // FIELDS_K, FIELDS_K, KEYS.BE)
     o_v, m_v = field_channels(tl.arange(0, VALUES.BE), DV, (DV + FIELDS_V - 1) // FIELDS_V, FIELDS_V, VALUES.BE)
-    b_q, o_last, p_mask = load_queries(q, mask, s_q, s_m, i_b, i_h, i_length, o_m, m_m, o_k, m_k, SHAPE)
+    i_q = o_m % SHAPE.Q
+    i_hq = i_h * SHAPE.SHARE + o_m // SHAPE.Q
+    p_q = q + i_b * s_q[0] + i_hq * s_q[1] + i_q * s_q[2]
+    # [C, BM]
+    b_q = tl.load(p_q[None, :] + o_k[:, None], mask=m_k[:, None] & m_m[None, :], other=0.0).to(SHAPE.DOT)
+    masks = (mask + i_b * s_m[0], i_hq * s_m[1] + i_q * s_m[2], s_m[3], L)
+    o_last = last_visible(i_length, o_m, m_m, SHAPE.Q, SHAPE.MASK)
     o_past = last_past(i_length, o_m, SHAPE.Q, o_last, SHAPE.WINDOW)
-    i_start = mask_start(i_start, i_length, (mask, o_m, s_m[3], L), SHAPE.MASK, SHAPE.WINDOW)
-    o_t = tl.arange(0, BT)
+    i_start = mask_start(i_start, i_length, masks, SHAPE.MASK, SHAPE.WINDOW)
+    p_tail_k = row.tail_k + i_wh * (WK * DK)
+    p_tail_v = row.tail_v + i_wh * (WV * DV)
     b_acc = tl.zeros([BM, FIELDS_V * VALUES.BE], tl.float32)
     b_top = tl.full([BM], float("-inf"), tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
 
-    # Pages that both sides have sealed: no branch in the loop, so its loads can run ahead.
-    i_both = tl.maximum(i_first, tl.minimum(i_end, tl.minimum(n_k, n_v) // G * CHUNKS))
-    for i_block in tl.range(i_first, i_both, num_stages=SHAPE.STAGES):
-        i_slot = i_block % CHUNKS * BT
-        o_j = i_block // CHUNKS * G + i_slot + o_t
-        m_t = i_slot + o_t < G
-        if pos is None:
-            o_x = o_j + S
-        else:
-            o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
-        i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * SHAPE.H + i_h
-        b_k = load_page(keys, i_head, i_slot, m_t, KEYS, BT)
-        b_v = load_page(values, i_head, i_slot, m_t, VALUES, BT)
-        b_acc, b_top, b_sum = attend(
-            b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, p_mask, s_m[3], i_start, L, factors, SHAPE,
-        )  # fmt: skip
+    if PAGES:
+        # Pages that both sides have sealed: no branch in the loop, so its loads can run ahead.
+        i_both = tl.maximum(i_first, tl.minimum(i_end, tl.minimum(n_k, n_v) // G * CHUNKS))
+        for i_block in tl.range(i_first, i_both, num_stages=SHAPE.STAGES):
+            i_slot = i_block % CHUNKS * BT
+            m_t = i_slot + o_t < G
+            o_x = page_positions(pos, i_b, i_block // CHUNKS * G + i_slot + o_t, m_t, N, G, S)
+            i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * SHAPE.H + i_h
+            b_k = load_page(keys, i_head, i_slot, m_t, KEYS, BT)
+            b_v = load_page(values, i_head, i_slot, m_t, VALUES, BT)
+            b_acc, b_top, b_sum = attend(
+                b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, masks, i_start, factors, SHAPE
+            )
 
-    # Keys and values are sealed at different steps: between the two counts one side is still in its tail.
-    for i_block in range(i_both, i_end):
-        i_slot = i_block % CHUNKS * BT
-        i_j = i_block // CHUNKS * G + i_slot
-        o_j = i_j + o_t
-        m_t = (o_j < n_run) & (i_slot + o_t < G)
-        if pos is None:
-            o_x = o_j + S
-        else:
-            o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
-        i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * SHAPE.H + i_h
-        b_k = load_page(keys, i_head, i_slot, m_t & (o_j < n_k), KEYS, BT)
-        if (n_k < n_run) & (i_j + BT > n_k):
-            b_tail = load_ring(row.tail_k + i_wh * (WK * DK), (o_x - S) % WK, m_t & (o_j >= n_k), o_k, m_k, DK)
-            b_k += b_tail.to(b_k.dtype)
-        b_v = load_page(values, i_head, i_slot, m_t & (o_j < n_v), VALUES, BT)
-        if (n_v < n_run) & (i_j + BT > n_v):
-            b_tail = load_ring(row.tail_v + i_wh * (WV * DV), (o_x - S) % WV, m_t & (o_j >= n_v), o_v, m_v, DV)
-            b_v += b_tail.to(b_v.dtype)
-        b_acc, b_top, b_sum = attend(
-            b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, p_mask, s_m[3], i_start, L, factors, SHAPE,
-        )  # fmt: skip
+        # Keys and values are sealed at different steps: between the two counts one side is still in its tail.
+        for i_block in range(i_both, i_end):
+            i_slot = i_block % CHUNKS * BT
+            i_j = i_block // CHUNKS * G + i_slot
+            o_j = i_j + o_t
+            m_t = (o_j < n_run) & (i_slot + o_t < G)
+            o_x = page_positions(pos, i_b, o_j, m_t, N, G, S)
+            i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * SHAPE.H + i_h
+            b_k = load_page(keys, i_head, i_slot, m_t & (o_j < n_k), KEYS, BT)
+            if (n_k < n_run) & (i_j + BT > n_k):
+                b_k += load_ring(p_tail_k, (o_x - S) % WK, m_t & (o_j >= n_k), o_k, m_k, DK).to(b_k.dtype)
+            b_v = load_page(values, i_head, i_slot, m_t & (o_j < n_v), VALUES, BT)
+            if (n_v < n_run) & (i_j + BT > n_v):
+                b_v += load_ring(p_tail_v, (o_x - S) % WV, m_t & (o_j >= n_v), o_v, m_v, DV).to(b_v.dtype)
+            b_acc, b_top, b_sum = attend(
+                b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, masks, i_start, factors, SHAPE
+            )
+    else:
+        for i_block in range(i_first, i_end):
+            o_u = i_block * BT + o_t
+            m_t = o_u < n_window
+            m_tail = m_t & (o_u >= S)
+            o_x = tl.where(o_u < S, o_u, o_u + n_run)
+            b_k = load_ring(p_tail_k, (o_x - S) % WK, m_tail, o_k, m_k, DK)
+            b_v = load_ring(p_tail_v, (o_x - S) % WV, m_tail, o_v, m_v, DV)
+            if S > 0:
+                m_sink = m_t & (o_u < S)
+                b_sink = load_ring(row.sink_k + i_wh * (S * DK), o_u, m_sink, o_k, m_k, DK)
+                b_k = tl.where(m_sink[:, None], b_sink, b_k)
+                b_sink = load_ring(row.sink_v + i_wh * (S * DV), o_u, m_sink, o_v, m_v, DV)
+                b_v = tl.where(m_sink[:, None], b_sink, b_v)
+            b_acc, b_top, b_sum = attend(
+                b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, masks, i_start, factors, SHAPE
+            )
 
-    store_split(out, out_top, out_sum, b_acc, b_top, b_sum, i_row, o_m, m_m, o_v, m_v, DV)
-
-
-@triton.jit(do_not_specialize=["L", "SPLITS", "FIRST", "WINDOWED", "WK", "WV"])
-def dequantized_windows_kernel(
-    q, row, mask, out, out_top, out_sum, s_q, s_m, factors, B, L, SPLITS, FIRST, WINDOWED, WK, WV,
-    SHAPE: tl.constexpr, RUNS: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
-):  # fmt: skip
-    """One split of what keys and values both hold unsealed: the sink, and the newest tokens."""
-    i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    i_b, i_h = i_bh // SHAPE.H, i_bh % SHAPE.H
-    i_wh = window_head(row.rows, i_bh, i_b, i_h, SHAPE.H)
-    # `tl.zeros` is a kernel function itself, which takes constants but no plain numbers.
-    BM: tl.constexpr = SHAPE.BM
-    ROWS: tl.constexpr = SHAPE.SHARE * SHAPE.Q
-    o_m = i_m * BM + tl.arange(0, BM)
-    m_m = o_m < ROWS
-    i_row = (i_bh * SPLITS + FIRST + i_s) * ROWS
-
-    i_start = tl.load(row.counters + i_b)
-    i_length = tl.load(row.counters + B + i_b)
-    S: tl.constexpr = SHAPE.S
-    DK: tl.constexpr = SHAPE.DK
-    DV: tl.constexpr = SHAPE.DV
-    BT: tl.constexpr = SHAPE.BT
-    n_sealed_k = 0
-    n_sealed_v = 0
-    for i_run in tl.static_range(RUNS):
-        n_sealed_k += tl.load(row.counters + (2 + 2 * i_run) * B + i_b)
-        n_sealed_v += tl.load(row.counters + (3 + 2 * i_run) * B + i_b)
-    n_sealed = tl.maximum(n_sealed_k, n_sealed_v)
-    n_window = tl.minimum(i_length, S) + tl.maximum(i_length - S - n_sealed, 0)
-    n_blocks = (n_window + BT - 1) // BT
-    per_split = (n_blocks + WINDOWED - 1) // WINDOWED
-    i_first = tl.minimum(i_s * per_split, n_blocks)
-    i_end = tl.minimum(i_first + per_split, n_blocks)
-    if i_first >= i_end:
-        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
-        return
-
-    o_k = tl.arange(0, BDK)
-    o_v = tl.arange(0, BDV)
-    m_k = o_k < DK
-    m_v = o_v < DV
-    b_q, o_last, p_mask = load_queries(q, mask, s_q, s_m, i_b, i_h, i_length, o_m, m_m, o_k, m_k, SHAPE)
-    o_past = last_past(i_length, o_m, SHAPE.Q, o_last, SHAPE.WINDOW)
-    i_start = mask_start(i_start, i_length, (mask, o_m, s_m[3], L), SHAPE.MASK, SHAPE.WINDOW)
-    b_acc = tl.zeros([BM, BDV], tl.float32)
-    b_top = tl.full([BM], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BM], tl.float32)
-    for i_block in range(i_first, i_end):
-        o_u = i_block * BT + tl.arange(0, BT)
-        m_t = o_u < n_window
-        m_tail = m_t & (o_u >= S)
-        o_x = tl.where(o_u < S, o_u, o_u + n_sealed)
-        b_k = load_ring(row.tail_k + i_wh * (WK * DK), (o_x - S) % WK, m_tail, o_k, m_k, DK)
-        b_v = load_ring(row.tail_v + i_wh * (WV * DV), (o_x - S) % WV, m_tail, o_v, m_v, DV)
-        if S > 0:
-            m_sink = m_t & (o_u < S)
-            b_k = tl.where(m_sink[:, None], load_ring(row.sink_k + i_wh * (S * DK), o_u, m_sink, o_k, m_k, DK), b_k)
-            b_v = tl.where(m_sink[:, None], load_ring(row.sink_v + i_wh * (S * DV), o_u, m_sink, o_v, m_v, DV), b_v)
-        b_acc, b_top, b_sum = attend(
-            b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, p_mask, s_m[3], i_start, L, factors, SHAPE,
-        )  # fmt: skip
-
-    store_split(out, out_top, out_sum, b_acc, b_top, b_sum, i_row, o_m, m_m, o_v, m_v, DV)
+    # A split's part of the result: sums [BM, C], maxima in units of ln 2, and sums of probabilities.
+    tl.store(out + (i_row + o_m)[:, None] * DV + o_v[None, :], b_acc, mask=m_m[:, None] & m_v[None, :])
+    tl.store(out_top + i_row + o_m, b_top, mask=m_m)
+    tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)
 
 
 def _split_counts(
@@ -347,8 +283,8 @@ def dequantized_decode(
     block_m = min(32 if wide * 32 <= room else 16, max(16, power(queried)))
     tiles = cdiv(queried, block_m)
     sms = multiprocessors(q.device)
-    own = form.sink + tail_k.shape[2], block_t, batch * heads * tiles, sms
-    paged, windowed = _split_counts(form, views, queries, *own)
+    loose = form.sink + tail_k.shape[2]
+    paged, windowed = _split_counts(form, views, queries, loose, block_t, batch * heads * tiles, sms)
     splits = sum(paged) + windowed
     part = torch.empty((batch * heads, splits, queried, value_dim), dtype=torch.float32, device=q.device)
     part_top, part_sum = (torch.empty(part.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
@@ -358,44 +294,47 @@ def dequantized_decode(
     out_dtype = dtype if q.is_cuda else torch.float32
     out = torch.empty((batch, query_heads, queries, value_dim), dtype=out_dtype, device=q.device)
 
+    shape = Shape(
+        heads, query_heads // heads, queries, head_dim, value_dim, form.sink, kind.kind, softcap > 0, dot, block_m,
+        block_t, 1, form.window, kind.strides[1] != 0 or kind.strides[2] != 0, len(views),
+    )  # fmt: skip
+    # Windows come last: as a page of 16 bits their channels are in order.
+    unquantized = PageFormat(16, "token", 1, page)
     first = 0
     with on_device(q):
-        row = Row(counters, sink_k, sink_v, tail_k, tail_v, rows)
-        common = {"q": q, "row": row, "mask": mask, "out": part, "out_top": part_top, "out_sum": part_sum}
-        common |= {"s_q": q.stride()[:3], "s_m": kind.strides, "factors": Factors(scaling, softcap)}
-        common |= {"B": batch, "L": kind.length, "SPLITS": splits, "WK": tail_k.shape[2], "WV": tail_v.shape[2]}
-        common |= {"num_warps": 8 if wide > 256 else 4}
-        shape = Shape(
-            heads, query_heads // heads, queries, head_dim, value_dim, form.sink, kind.kind, softcap > 0, dot, block_m,
-            block_t, 1, form.window,
-        )  # fmt: skip
-        for i, (view, (keys, values)) in enumerate(zip(views, form.runs, strict=True)):
+        for i, (view, formats) in enumerate(zip([*views, None], [*form.runs, (unquantized,) * 2], strict=True)):
+            own, (keys, values) = windowed if view is None else paged[i], formats
             # More in flight than registers and shared memory hold costs more than it brings, but for plain tiles.
-            plain = keys.bits == values.bits == 16 and wide <= 128 and dtype != torch.float32
-            dequantized_pages_kernel[(paged[i], batch * heads, tiles)](
-                table=view.table.contiguous(),
-                pos=None if view.pos is None else view.pos.contiguous(),
-                keys=page_tensors(view.keys, keys),
-                values=page_tensors(view.values, values),
-                N=view.table.shape[1],
+            plain = view is not None and keys.bits == values.bits == 16 and wide <= 128 and dtype != torch.float32
+            dequantized_kernel[(own, batch * heads, tiles)](
+                q=q,
+                row=Row(counters, sink_k, sink_v, tail_k, tail_v, rows),
+                table=None if view is None else view.table.contiguous(),
+                pos=None if view is None or view.pos is None else view.pos.contiguous(),
+                keys=None if view is None else page_tensors(view.keys, keys),
+                values=None if view is None else page_tensors(view.values, values),
+                mask=mask,
+                out=part,
+                out_top=part_top,
+                out_sum=part_sum,
+                s_q=q.stride()[:3],
+                s_m=kind.strides,
+                factors=Factors(scaling, softcap),
+                B=batch,
+                N=0 if view is None else view.table.shape[1],
+                L=kind.length,
+                SPLITS=splits,
                 FIRST=first,
-                PAGED=paged[i],
+                OWN=own,
+                WK=tail_k.shape[2],
+                WV=tail_v.shape[2],
                 SHAPE=shape._replace(STAGES=3 if plain else 1),
                 RUN=i,
                 KEYS=page_shape(keys, "keys", head_dim),
                 VALUES=page_shape(values, "values", value_dim),
-                **common,
+                num_warps=8 if wide > 256 else 4,
             )
-            first += paged[i]
-        dequantized_windows_kernel[(windowed, batch * heads, tiles)](
-            FIRST=first,
-            WINDOWED=windowed,
-            SHAPE=shape,
-            RUNS=len(views),
-            BDK=power(head_dim),
-            BDV=power(value_dim),
-            **common,
-        )
+            first += own
     merge = merge_launch(part.shape, queries, sinks_kind(sinks), form.rotate_values, False, q.device, out_dtype)
     merge(part, part_top, part_sum, *([] if sinks is None else [sinks.contiguous()]), out)
     return out.to(dtype)
