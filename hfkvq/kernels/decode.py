@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -241,11 +240,6 @@ def visible_probs(
     if extra is not None:
         total = total + torch.exp(extra - top)
     return (probs / total.clamp(min=1e-30)).flatten(2, 3)
-
-
-@_decode_attention.register_fake
-def _(q: Tensor, counters: Tensor, windows: Sequence[Tensor], *_: Any) -> Tensor:
-    return q.new_empty((*q.shape[:3], windows[1].shape[-1]))
 
 
 triton_slot("decode_attention", "decode:decode_attention_triton")

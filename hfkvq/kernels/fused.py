@@ -53,11 +53,6 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, form: int) -> Tensor:
     return found.contiguous()
 
 
-@_rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float, form: int) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 triton_slot("rms_norm", "fused:rms_norm_triton")
 
 
@@ -79,11 +74,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: int) -> Tensor:
 @define("linears")
 def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
     return [F.linear(x, weight, *bias) for weight, *bias in zip(weights, *([biases] if biases else []), strict=True)]
-
-
-@_linears.register_fake
-def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.empty((*x.shape[:-1], each.shape[0]), dtype=x.dtype, device=x.device) for each in weights]
 
 
 triton_slot("linears", "fused:linears_triton")
@@ -108,11 +98,6 @@ def _gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tenso
     first, second = F.linear(x, gate), F.linear(x, up)
     found = F.gelu(first, approximate="tanh" if activation == 1 else "none") if activation else F.silu(first)
     return found * second
-
-
-@_gated_linear.register_fake
-def _(x: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    return torch.empty((*x.shape[:-1], gate.shape[0]), dtype=x.dtype, device=x.device)
 
 
 triton_slot("gated_linear", "fused:gated_linear_triton")
@@ -142,12 +127,6 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     q, k = (_turned(x, cos[:, None], sin[:, None]) for x in (q, k))
     return q.transpose(1, 2).contiguous().transpose(1, 2), k.contiguous()
-
-
-@_rotary.register_fake
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    turned = torch.empty(q.transpose(1, 2).shape, dtype=q.dtype, device=q.device).transpose(1, 2)
-    return turned, torch.empty(k.shape, dtype=k.dtype, device=k.device)
 
 
 triton_slot("rotary", "fused:rotary_triton")

@@ -40,14 +40,6 @@ def _gather_rows(
     return saturated(hadamard(dense, rotate, back=True), sink.dtype)
 
 
-@_gather_rows.register_fake
-def _(
-    counters: Tensor, windows: Sequence[Tensor], runs: Sequence[Tensor], columns: int, store: str, side: str
-) -> Tensor:
-    sink = windows[0] if side == "keys" else windows[1]
-    return sink.new_empty((sink.shape[0], sink.shape[1], columns, sink.shape[3]))
-
-
 triton_slot("gather_rows", "gather:gather_rows_triton")
 
 
@@ -108,20 +100,6 @@ def _gather_requests(
             dense = saturated(hadamard(dense, rotate, back=True), x.dtype)
             out[begin : begin + end] = torch.cat([dense, x[new : new + end - held]])
     return found[0], found[1]
-
-
-@_gather_requests.register_fake
-def _(
-    keys: Tensor,
-    values: Tensor,
-    units: Tensor,
-    requests: Tensor,
-    run: Sequence[Tensor],
-    windows: Sequence[Tensor],
-    tokens: int,
-    store: str,
-) -> tuple[Tensor, Tensor]:
-    return keys.new_empty((tokens, *keys.shape[1:])), values.new_empty((tokens, *values.shape[1:]))
 
 
 triton_slot("gather_requests", "gather:gather_requests_triton")

@@ -70,11 +70,6 @@ def _hadamard(x: Tensor, rotate: int, back: bool = False) -> Tensor:
     return saturated((y * block**-0.5).flatten(-2), x.dtype)
 
 
-@_hadamard.register_fake
-def _(x: Tensor, rotate: int, back: bool = False) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 triton_slot("hadamard", "hadamard:hadamard_triton")
 
 

@@ -8,7 +8,6 @@ the latents themselves, as if all query heads had one KV head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -40,11 +39,6 @@ def _latent_attention(
     probs = visible_probs(logits.view(batch, 1, heads, queries, -1), where, counters, mask, sinks, softcap)
     out = probs @ latents.masked_fill((where == ABSENT)[:, None, :, None], 0.0)
     return hadamard(out, form.rotate_keys, back=True).view(batch, heads, queries, dim).to(q.dtype)
-
-
-@_latent_attention.register_fake
-def _(q: Tensor, counters: Tensor, windows: Sequence[Tensor], *_: Any) -> Tensor:
-    return q.new_empty((*q.shape[:3], windows[0].shape[-1]))
 
 
 triton_slot("latent_attention", "latent:latent_attention_triton")

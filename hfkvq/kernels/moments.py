@@ -26,12 +26,6 @@ def _attention_moments(logits: Tensor, sinks: Tensor | None, real: Tensor) -> Te
     return torch.stack([mean, total, square.square_().sum(2), entropy])
 
 
-@_attention_moments.register_fake
-def _(logits: Tensor, sinks: Tensor | None, real: Tensor) -> Tensor:
-    rows, share, _, columns = logits.shape
-    return logits.new_empty(4, rows, share, columns)
-
-
 triton_slot("attention_moments", "moments:attention_moments_triton")
 
 

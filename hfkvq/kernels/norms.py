@@ -130,13 +130,6 @@ def _page_norms(
     return best.squeeze(own).half()
 
 
-@_page_norms.register_fake
-def _(source: Tensor, index: Tensor, axis: str, page: int, rounds: int, rule: str, new: Tensor | None = None) -> Tensor:
-    size = page if axis == "channel" else source.shape[3]
-    shape = (source.shape[0], source.shape[1], index.shape[1] // page, size)
-    return source.new_empty(shape, dtype=torch.float16)
-
-
 triton_slot("page_norms", "norms:page_norms_triton")
 
 

@@ -28,12 +28,6 @@ def _qk_pages(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], 
     return logits.masked_fill(column >= count[:, None, None, None], -torch.inf)
 
 
-@_qk_pages.register_fake
-def _(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: str) -> Tensor:
-    page = PageFormat.parse(fmt).page_size
-    return q.new_empty((*q.shape[:3], table.shape[1] * page), dtype=torch.float32)
-
-
 triton_slot("qk_pages", "products:qk_pages_triton")
 
 

@@ -216,13 +216,6 @@ def _dequantize_pages(parts: Sequence[Tensor], fmt: str, side: str, head_dim: in
     return x
 
 
-@_dequantize_pages.register_fake
-def _(parts: Sequence[Tensor], fmt: str, side: str, head_dim: int) -> Tensor:
-    codes = parts[0]
-    page = PageFormat.parse(fmt).page_size
-    return codes.new_empty((codes.shape[0], codes.shape[1], page, head_dim), dtype=torch.float32)
-
-
 def dequantize_pages(parts: Sequence[Tensor], fmt: PageFormat, side: Side, head_dim: int) -> Tensor:
     """Dense values of pages: ``x̂ = code * scale + zero``, times ``norm`` if the format is normed.
 

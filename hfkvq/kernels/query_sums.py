@@ -27,11 +27,6 @@ def _page_weights(
     return weight
 
 
-@_page_weights.register_fake
-def _(q: Tensor, ranges: Tensor, rows: Tensor, sums: Tensor, counts: Tensor, pages: int, page_size: int) -> Tensor:
-    return q.new_empty((pages, *sums.shape[1:]), dtype=torch.float32)
-
-
 triton_slot("page_weights", "query_sums:page_weights_triton")
 
 

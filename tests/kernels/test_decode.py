@@ -394,7 +394,7 @@ def test_opcheck(backend):
         if x.is_floating_point():
             x.nan_to_num_(0.0)
     arguments = (q, counters, windows, runs, None, None, 0.1, 0.0, layer.case.store.spec)
-    torch.library.opcheck(torch.ops.hfkvq.decode_attention.default, arguments)
+    torch.library.opcheck(torch.ops.hfkvq.decode_attention.default, arguments, test_utils="test_schema")
 
 
 FULL_PAGES = {

@@ -246,7 +246,7 @@ def test_opcheck(backend):
         if x.is_floating_point():
             x.nan_to_num_(0.0)
     arguments = (counters, windows, runs, 100, layer.case.store.spec, "keys")
-    torch.library.opcheck(torch.ops.hfkvq.gather_rows.default, arguments)
+    torch.library.opcheck(torch.ops.hfkvq.gather_rows.default, arguments, test_utils="test_schema")
 
 
 REQUESTS = ["4t128p32f2/4t128p32", "2c16p32+4x16/2t128p32", "2c32p32n/4t32p32n", "8t128p32/8t32p32", "4t128p24/2t32p24"]
@@ -327,5 +327,7 @@ def test_opcheck_of_requests(backend):
     store, fresh, *rest = requests_of("4t128p32/2t128p32", torch.float32, True)
     units, requests, run, windows, tokens = rest
     torch.library.opcheck(
-        torch.ops.hfkvq.gather_requests.default, (*fresh, units, requests, run, windows, tokens, store.spec)
+        torch.ops.hfkvq.gather_requests.default,
+        (*fresh, units, requests, run, windows, tokens, store.spec),
+        test_utils="test_schema",
     )

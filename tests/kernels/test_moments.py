@@ -78,4 +78,4 @@ def test_no_query_counts(backend):
 def test_opcheck(backend):
     x, sink, real = (y.to(backend) for y in logits_of(2, 2, 4, 20))
     for given in (None, sink):
-        torch.library.opcheck(torch.ops.hfkvq.attention_moments.default, (x, given, real))
+        torch.library.opcheck(torch.ops.hfkvq.attention_moments.default, (x, given, real), test_utils="test_schema")

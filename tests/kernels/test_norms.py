@@ -162,4 +162,4 @@ def test_outliers_along_the_other_axis_cost_less(axis, side):
 def test_opcheck(backend):
     index = torch.arange(32, dtype=torch.int32, device=backend).expand(2, -1)
     args = (torch.randn(2, 2, 40, 16, device=backend), index, "token", 16, 2, "deviation")
-    torch.library.opcheck(torch.ops.hfkvq.page_norms.default, args)
+    torch.library.opcheck(torch.ops.hfkvq.page_norms.default, args, test_utils="test_schema")

@@ -164,4 +164,4 @@ def test_opcheck(backend):
     # The checker compares arguments with themselves, which NaN fails.
     parts = [(part.nan_to_num(0.0) if part.is_floating_point() else part).to(backend) for part in parts]
     arguments = (q, table.to(backend), count.to(backend), parts, "2c8p32+4x8+16x3")
-    torch.library.opcheck(torch.ops.hfkvq.qk_pages.default, arguments)
+    torch.library.opcheck(torch.ops.hfkvq.qk_pages.default, arguments, test_utils="test_schema")

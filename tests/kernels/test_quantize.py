@@ -134,4 +134,4 @@ def test_reserved_pages_hold_anything():
 def test_opcheck(spec):
     fmt = PageFormat.parse(spec)
     parts = quantize_pages(torch.randn(2, 2, 16, 32), fmt, "keys")
-    torch.library.opcheck(torch.ops.hfkvq.dequantize_pages.default, (parts, spec, "keys", 32))
+    torch.library.opcheck(torch.ops.hfkvq.dequantize_pages.default, (parts, spec, "keys", 32), test_utils="test_schema")

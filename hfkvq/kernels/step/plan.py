@@ -77,12 +77,7 @@ class StepPlan:
 
     @property
     def sums_queries(self) -> bool:
-        """True where queries, or their magnitudes, are summed."""
-        return self.query in ("sum", "total")
-
-    @property
-    def weighs_channels(self) -> bool:
-        """True where ``rule`` weighs channels by queries."""
+        """True where magnitudes of queries are summed, by which ``rule`` weighs channels."""
         return self.query in ("sum", "total")
 
     def due(self, side: int, tokens: int) -> int:

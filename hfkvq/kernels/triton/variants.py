@@ -119,11 +119,11 @@ def _seals(plan: StepPlan, dtype: torch.dtype, device: torch.device, rule: str |
             stride = (plan.heads * 64 * dims[at], 64 * dims[at], dims[at], 1)
             whole = -(-4 * fmt.page_size // plan.unit[at]) * plan.unit[at]
             ruled = rule if fmt.raised else None
-            weighed = ruled is not None and plan.weighs_channels
+            weighed = ruled is not None and plan.sums_queries
             yield from seal_wanted(fmt, side, shape, stride, dtype, device, whole, ruled, weighed)
             if i == len(form.runs) - 1 and plan.query != "keep":
                 ruled = plan.rule if fmt.raised and plan.rule else None
-                weighed = ruled is not None and plan.weighs_channels
+                weighed = ruled is not None and plan.sums_queries
                 due = plan.due(at, 1)
                 yield from seal_wanted(fmt, side, shape, stride, dtype, device, due, ruled, weighed)
 
