@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dispatch import Keep, call, define, reference, triton_slot
+from .dispatch import Keep, call, define, triton_slot
 from .hadamard import hadamard
 from .pages import RunView, Side, StoreFormat, split_runs
 from .products import qk_pages, sv_pages, table_pages
@@ -171,26 +171,6 @@ def _decode_attention(
     return hadamard(out, form.rotate_values, back=True).view(batch, query_heads, queries, value_dim).to(q.dtype)
 
 
-@define("decode_attention_into", mutates=("out",))
-def _decode_attention_into(
-    q: Tensor,
-    counters: Tensor,
-    windows: Sequence[Tensor],
-    runs: Sequence[Tensor],
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-    store: str,
-    early: bool,
-    rows: Tensor | None,
-    out: Tensor,
-) -> None:
-    out.copy_(
-        reference("decode_attention")(q, counters, windows, runs, mask, sinks, scaling, softcap, store, early, rows)
-    )
-
-
 def visible_probs(
     logits: Tensor,
     where: Tensor,
@@ -243,7 +223,6 @@ def visible_probs(
 
 
 triton_slot("decode_attention", "decode:decode_attention_triton")
-triton_slot("decode_attention_into", "decode:decode_attention_into_triton")
 
 
 def decode_attention(
@@ -294,7 +273,5 @@ def decode_attention(
         (B, Hq, Q, Dv) in the dtype of q; 0 for queries that see nothing.
     """
     rest = list(windows), list(runs), mask, sinks, scaling, softcap, store.spec, early, rows
-    if out is not None:
-        call(_decode_attention_into, q, q, counters, *rest, out)
-        return out
-    return call(_decode_attention, q, q, counters, *rest, keep=keep)
+    found = call(_decode_attention, q, q, counters, *rest, keep=keep, out=out)
+    return found if out is None or found is out else out.copy_(found)

@@ -72,8 +72,8 @@ def triton_slot(name: str, launcher: str) -> None:
     def found() -> Callable[..., Any]:
         return getattr(importlib.import_module(f"hfkvq.kernels.triton.{module}"), function)
 
-    def run(*args: Any, **keep: Keep) -> Any:
-        return found()(*args, **keep)
+    def run(*args: Any, **direct: Any) -> Any:
+        return found()(*args, **direct)
 
     op = _OPS[name]
     _LAUNCHERS[name] = run
@@ -85,7 +85,7 @@ def triton_slot(name: str, launcher: str) -> None:
     _INTERPRETED.add(name)
 
 
-def call(op: CustomOpDef, first: Tensor, *args: Any, keep: Keep | None = None) -> Any:
+def call(op: CustomOpDef, first: Tensor, *args: Any, **direct: Any) -> Any:
     """Calls an op as ``op(*args)``, past PyTorch's dispatcher where nothing looks on.
 
     The dispatcher takes some twenty microseconds for an op like these, more than a launch. It is needed while a graph
@@ -94,14 +94,14 @@ def call(op: CustomOpDef, first: Tensor, *args: Any, keep: Keep | None = None) -
     Args:
         op: what `define` returned.
         first: a tensor of the arguments, whose device decides.
-        keep: given by those who call again and again; the launcher of such an op takes it by this name, if there is
-            one to take it.
+        **direct: arguments of a launcher alone, where the call goes straight to it: ``keep``, given by those who call
+            again and again, and ``out``, which it may write its result to.
     """
     if not _is_unobserved(first):
         return op(*args)
     name = op._name
     if name in _LAUNCHERS and _is_kernels_own(first):
-        return _LAUNCHERS[name](*args) if keep is None else _LAUNCHERS[name](*args, keep=keep)
+        return _LAUNCHERS[name](*args, **direct)
     return _REFERENCES[name](*args)
 
 

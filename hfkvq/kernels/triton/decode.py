@@ -86,8 +86,7 @@ def decode_attention_triton(
     sink_k, sink_v, tail_k, tail_v = windows
     value_dim = sink_v.shape[-1]
     if not is_served(store, head_dim, value_dim, q.dtype):
-        found = dequantized_decode(q, counters, windows, runs, mask, sinks, scaling, softcap, store, rows)
-        return found if out is None else out.copy_(found)
+        return dequantized_decode(q, counters, windows, runs, mask, sinks, scaling, softcap, store, rows)
     rotate = rotates(store, head_dim)
     if not rotate and (outside := StoreFormat.parse(store).rotate_keys):
         q, early = hadamard(q.float(), outside), False
@@ -118,11 +117,6 @@ def decode_attention_triton(
     return _merged(plan, plan.launches, q, held, last, sinks, given.dtype, out)
 
 
-def decode_attention_into_triton(q: Tensor, *rest: Any) -> None:
-    """Launcher of `hfkvq.kernels.decode_attention` into a tensor, which comes last."""
-    decode_attention_triton(q, *rest)
-
-
 def _merged(
     plan: Plan,
     launches: Sequence[Callable[..., None]],
@@ -135,7 +129,7 @@ def _merged(
 ) -> Tensor:
     """Launches of queries, what is held, and what comes last before the sums of splits, and their merge.
 
-    The result is ``given`` if that is there.
+    The result is ``given`` where that can be written.
     """
     sums = torch.empty(sum(plan.sums), dtype=torch.float32, device=q.device)
     part, top, total = sums.split_with_sizes(plan.sums)
@@ -147,6 +141,4 @@ def _merged(
         plan.merge(part, top, total, out)
     else:
         plan.merge(part, top, total, sinks.contiguous(), out)
-    if given is not None:
-        return given if direct else given.copy_(out)
     return out if out.dtype == dtype else out.to(dtype)
