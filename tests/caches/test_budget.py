@@ -29,7 +29,6 @@ from tests.caches.driver import assert_same_bits, same_bits, small, stored
 from tests.caches.graph_recorder import captured, taped  # noqa: F401
 from tests.caches.models import build, prompt
 from tests.caches.test_faults import FailAt, Fault
-from tests.caches.test_generate import MODES
 
 LAYERS = 4
 
@@ -876,13 +875,3 @@ def test_the_models_own_vectors_smooth_keys_that_go_down(model):
     go(cache, ((1, 1),) * LAYERS)
     for ours, theirs in zip(cache.compressed_layers, plain.compressed_layers, strict=True):
         assert torch.equal(ours.smoothing.vectors, theirs.smoothing.vectors)
-
-
-@pytest.mark.usefixtures("captured")
-# The others are those of caches without a budget, while there is room.
-@pytest.mark.parametrize("mode", ["beams", "assisted"])
-def test_modes_of_generate(mode):
-    """The tokens of the model's own cache, while there is room."""
-    model = build("llama")
-    expected = MODES[mode](model, lambda: DynamicCache(config=model.config))
-    assert torch.equal(MODES[mode](model, lambda: MixedKVCache(model, memory="64MiB")), expected)

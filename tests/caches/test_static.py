@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,58 +152,6 @@ def test_steps_nobody_watches_lose_nothing_that_was_cached():
         other.crop(-3)
         a, b = (model(prompt(1, 2, seed=4), past_key_values=c).logits for c in (cache, other))
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-# Whatever else a cache can do, after compiled steps.
-
-
-@pytest.fixture
-def stale():
-    """A model, and a cache after compiled steps beside one that grew, with the same tokens."""
-
-    def make(name, rows=2, steps=25, layers=1):
-        model, (ids, mask) = build("llama", num_hidden_layers=layers), padded(rows, 30)
-        caches = [MixedKVCache(model, SCHEMES[name], max_cache_len=n) for n in (120, None)]
-        forwards = (torch.compile(model.forward, backend="eager", fullgraph=True), model.forward)
-        tokens = [run(model, f, cache, steps, ids, mask) for f, cache in zip(forwards, caches, strict=True)]
-        assert torch.equal(*tokens)
-        return SimpleNamespace(model=model, cache=caches[0], grown=caches[1], forward=forwards[0])
-
-    return make
-
-
-def go_on(case, rows=2):
-    """Logits of a few more tokens, eager and compiled, from both caches."""
-    out = []
-    for cache, forward in ((case.cache, case.forward), (case.grown, case.model.forward)):
-        with torch.no_grad():
-            logits = [case.model(prompt(rows, 5, seed=5), past_key_values=cache).logits]
-            for token in prompt(rows, 4, seed=6).T:
-                cache.between_steps()
-                logits.append(forward(token[:, None], past_key_values=cache).logits)
-        out.append(torch.cat(logits, 1))
-    torch.testing.assert_close(*out, rtol=1e-5, atol=1e-5)
-
-
-OPERATIONS = {
-    "crop": lambda cache: cache.crop(-3),
-    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
-    "repeat": lambda cache: cache.batch_repeat_interleave(2),
-}
-
-
-def test_operations_after_compiled_steps(stale):
-    case = stale("kitty")
-    assert int(case.cache.get_seq_length()) == case.cache.memory().seen == 55
-    assert torch.equal(case.cache.layers[0].keys, case.grown.layers[0].keys)
-    assert "seen=55" in repr(case.cache)
-    own = case.cache, case.grown
-    # What is compiled serves them all.
-    for operation in OPERATIONS:
-        case.cache, case.grown = copy.deepcopy(own[0]), copy.deepcopy(own[1])
-        for cache in (case.cache, case.grown):
-            OPERATIONS[operation](cache)
-        go_on(case, 4 if operation == "repeat" else 2)
 
 
 # Caches that refuse to be compiled.

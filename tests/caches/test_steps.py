@@ -147,23 +147,6 @@ def test_steps_without_memory_for_a_buffer_go_one_by_one(taken, monkeypatch):
     assert_same(layer, other)
 
 
-@pytest.mark.parametrize("name", ["mixkvq", "triaxial"])
-def test_masks_of_steps_are_no_hindrance(name, taken):
-    """``generate`` hands steps a padding mask, which shows nothing of rows that begin with padding."""
-    scheme, generator = cases()[name], torch.Generator().manual_seed(0)
-    one, other, bare = layer_of(scheme), layer_of(scheme, buffered=False), layer_of(scheme)
-    given = states(2, 37, 32, torch.float32, "cpu", generator)
-    for layer in (one, other, bare):
-        padded_prompt(layer, given, [0, 9])
-    for columns in range(38, 70):
-        given, mask = states(2, 1, 32, torch.float32, "cpu", generator), padded([0, 9], columns, "cpu")
-        got = step(one, given, mask)
-        torch.testing.assert_close(got, step(other, given, mask))
-        torch.testing.assert_close(got, step(bare, given))
-    assert taken["masked"] == (0 if one.buffer is None else 32)
-    assert_same(one, other)
-
-
 def test_a_mask_that_hides_is_heeded(taken):
     """Also what its user hides of what is stored."""
     scheme, generator = get_scheme("saw-int4"), torch.Generator().manual_seed(0)
