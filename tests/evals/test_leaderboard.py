@@ -22,9 +22,13 @@ def page():
     return PAGE.read_text(encoding="utf-8")
 
 
-def test_the_page_holds_every_row(page):
+@pytest.fixture(scope="module")
+def rows():
+    return list(leaderboard.rows())
+
+
+def test_the_page_holds_every_row(page, rows):
     held = re.search(r"const ROWS = (\[.*?\n\]);", page, re.DOTALL)
-    rows = list(leaderboard.rows())
     assert json.loads(held[1]) == rows
     names = {(row["name"], row["file"]) for row in rows}
     for path in leaderboard.RESULTS.glob("kld-*.json"):
@@ -37,8 +41,8 @@ def test_the_page_holds_every_row(page):
     assert {"kivi-2", "best-3.4"} <= scores.keys()
 
 
-def test_rows_say_where_they_come_from():
-    for row in leaderboard.rows():
+def test_rows_say_where_they_come_from(rows):
+    for row in rows:
         assert row["measures"], row
         assert all(row[name] for name in ("model", "where", "device", "date", "file", "method")), row
         assert row["bits"] is None or 1 < row["bits"] <= 16, row
@@ -63,14 +67,13 @@ def test_the_page_is_html_that_loads_nothing(page):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here to open the page with")
-def test_filters_work_in_a_browser(page, tmp_path):
+def test_filters_work_in_a_browser(rows, tmp_path):
     def shown(**filters):
         command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
         command += [f"--user-data-dir={tmp_path}", "--dump-dom", f"{PAGE.as_uri()}#{urlencode(filters)}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return done.stdout.partition("<tbody")[2].partition("</tbody>")[0].count("<tr>"), done.stdout.count("<circle")
 
-    rows = list(leaderboard.rows())
     assert shown(model="", where="")[0] == len(rows)
     some = [row for row in rows if row["file"].startswith("real-qwen") and "best-2.5" in row["name"]]
     found, dots = shown(model=some[0]["model"], where="", name="best-2.5", y="GSM8K, %")
