@@ -1,10 +1,20 @@
-"""The README's example in small, on what is installed: python tests/installed.py, from a folder outside the checkout.
+"""An installation tried, with the README's example in small.
 
-It is a script, not a test: the packages are tried without pytest and the other tools.
+    python tests/installed.py        from a folder outside the checkout
+
+It is a script, not a test: packages are tried without pytest and the other tools. The last line that it prints is a
+record in JSON, as evals/results/installs.json has them.
 """
 
 import importlib.metadata
 import importlib.resources
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import torch
@@ -14,10 +24,26 @@ import hfkvq
 from hfkvq import MixedKVCache, list_schemes
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+COMMANDS = ["--version", "--help", "env", "schemes", "doctor --presets best-3.4,kivi-2"]
+# A process that has not imported hfkvq: the file beside the package registers it.
+REGISTERED = "import lm_eval.models; from lm_eval.api.registry import get_model; print(get_model('hf-kvq').__module__)"
+
+
+def run(*command: str | Path) -> tuple[str, float]:
+    """What a command prints, and its seconds; one that fails ends the script with its error."""
+    start = time.monotonic()
+    ran = subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, f"{command}: exit {ran.returncode}\n{ran.stdout}{ran.stderr}"
+    return ran.stdout, round(time.monotonic() - start, 1)
 
 
 def main() -> None:
     """Stops at the first thing that is not as it should be."""
+    command = Path(sys.executable).parent / "hfkvq"
+    seconds = {f"hfkvq {words}": run(command, *words.split())[1] for words in COMMANDS}
+    if importlib.util.find_spec("lm_eval"):
+        said, seconds["lm-eval's registry"] = run(sys.executable, "-c", REGISTERED)
+        assert said.split()[-1] == "hfkvq.lm_eval.model", said
     assert CHECKOUT not in Path(hfkvq.__file__).resolve().parents, "this is the checkout, not what was installed"
     assert hfkvq.__version__ == importlib.metadata.version("hfkvq")
     package = importlib.resources.files("hfkvq")
@@ -35,7 +61,11 @@ def main() -> None:
     cache = MixedKVCache(model)
     model.generate(ids, past_key_values=cache, **options)
     assert cache.memory().code_bits < 4
-    print(f"hfkvq {hfkvq.__version__}, {len(list_schemes())} presets, {cache.memory().code_bits:.2f} bits of codes")
+    source = json.loads(importlib.metadata.distribution("hfkvq").read_text("direct_url.json") or "{}").get("url", "")
+    names = ("hfkvq", "torch", "transformers", "triton", "lm_eval")
+    versions = {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}
+    tried = {"python": platform.python_version(), "installed": source.rpartition("/")[2], **versions}
+    print(json.dumps(tried | {"presets": len(list_schemes()), "seconds": seconds}))
 
 
 if __name__ == "__main__":

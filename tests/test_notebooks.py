@@ -1,22 +1,19 @@
 """Every notebook runs from its first cell to its last, and is committed without what a run leaves."""
 
-import ast
 import json
-import linecache
 import re
 import sys
 import types
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
+from evals.notebooks import FOLDER, cells, execute
 from hfkvq.caches.schemes import base
 from hfkvq.measure import reference
 from tests.caches.models import first_layers
 
-FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 # A path that begins at the root of some machine's disk; addresses have a host before the slash.
@@ -47,12 +44,6 @@ REAL = 'MODEL = "smollm2"'
 LAYERS = {"06_what_the_cache_looks_like": 8}
 
 on_every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-
-
-def cells(path, kind):
-    """Sources of a notebook's cells of a kind, "code" or "markdown"."""
-    notebook = json.loads(path.read_text(encoding="utf-8"))
-    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == kind]
 
 
 def test_there_are_notebooks():
@@ -125,11 +116,4 @@ def test_runs(path, main, monkeypatch):
         [at] = [at for at, source in enumerate(sources) if long in source]
         sources[at] = sources[at].replace(long, short)
     for number, source in enumerate(sources):
-        source = source.replace(REAL, 'MODEL = "./none"').replace("%matplotlib inline", "")
-        tree, name = ast.parse(source), f"cell {number}"
-        # A traceback shows the cell's lines.
-        linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
-        shown = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, name, "exec"), main)
-        if shown is not None:
-            print(eval(compile(ast.Expression(shown.value), name, "eval"), main))
+        execute(number, source.replace(REAL, 'MODEL = "./none"'), main)
