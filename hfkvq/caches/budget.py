@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace as replaced
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,12 @@ ORDER_KIND = "hfkvq order"
 
 Rungs = tuple[tuple[int, int], ...]
 """Rung of each layer's keys and values."""
+
+Place = Literal["here", "below", "end"]
+"""Where buffers stand on the ladder: on the rungs of now, below them, or at its end."""
+
+Rooms = Callable[[Place], Sequence[int]]
+"""Tokens of a row to try to have room for, the best first."""
 
 
 class Move(NamedTuple):
@@ -340,7 +346,7 @@ class Budget:
         shape: Shape,
         need: int,
         tokens: int,
-        rooms: Callable[[bool], Sequence[int]],
+        rooms: Rooms,
         extra: str = "",
         more: int = 0,
         spare: tuple[int, int] = (0, 1),
@@ -349,7 +355,7 @@ class Budget:
 
         Args:
             need: tokens of a row that must have a place.
-            rooms: rooms to try, the best first, on the rungs where the cache stands (True), or below them.
+            rooms: rooms to try, the best first, by `Place`.
             more: bytes that are held beside.
             spare: pages that may be forgotten and tokens of a page, see `_pages_to_spare`.
 
@@ -358,11 +364,11 @@ class Budget:
         """
         last = self.rungs
         for last in self.down():
-            for room in rooms(last is self.rungs):
+            for room in rooms("here" if last is self.rungs else "below"):
                 if self.peak(last, shape, room, tokens, extra) + more <= self.limit:
                     return shape, last, room
         # The ladder ends here, so there is no use in room ahead.
-        for room in rooms(True):
+        for room in rooms("end"):
             if self.peak(last, shape, room, tokens, extra) + more <= self.limit:
                 return shape, last, room
         pages, page = spare
@@ -379,7 +385,7 @@ class Budget:
         if fewest <= pages:
             ahead = min(pages - fewest, max(1, int(AHEAD * (pages - fewest))))
             return without(fewest + ahead), last, need + ahead * page
-        least = self.peak(last, shape, rooms(True)[-1], tokens, extra) + more
+        least = self.peak(last, shape, rooms("end")[-1], tokens, extra) + more
         forget = ", or let a new cache forget tokens (evict='snapkv')" if self.evict is None else ""
         raise ValueError(
             f"memory: {need} tokens in {shape.rows} rows need {format_bytes(least)} in the narrowest pages, but the "
@@ -523,7 +529,7 @@ class Budget:
                 shape,
                 need,
                 0,
-                lambda stays: [room, need] if stays else [need],
+                lambda place: [need] if place == "below" else [room, need],
                 spare=self._pages_to_spare(cache, shape),
             )
             self._go(cache, shape, rungs, room)
@@ -554,8 +560,12 @@ class Budget:
         rows, heads, dims, dtype = first.batch_size, store.heads, store.dims, str(store.dtype)
         return Shape(rows, heads, dims["keys"], dims["values"], dtype, buffer.replays, hold, gone, shown * heads)
 
-    def _rooms(self, cache: Any, need: int, shape: Shape) -> Callable[[bool], Sequence[int]]:
-        """Rooms to try for so many tokens, the largest first."""
+    def _rooms(self, cache: Any, need: int, shape: Shape) -> Rooms:
+        """Rooms to try for so many tokens, the largest first.
+
+        Buffers of no more than these tokens are a prompt's, or what the ladder's end leaves: others would move with
+        every token, which takes longer than to go down.
+        """
         capacity = cache.compressed_layers[0].capacity
         if capacity is not None:
             return lambda stays: [capacity]
@@ -563,20 +573,24 @@ class Budget:
         headroom = cache._sync.headroom
         least = need + (min(LEAST_HEADROOM, page) if shape.captured and headroom else page)
 
-        # A cache that may forget does so before it moves for every token.
-        exactly = [least, need] if self.evict is None else [least]
+        # A page has its bytes from its first token on. A cache that may forget does so before it moves for every page.
+        behind = self.sink + shape.gone
+        full = behind + -(-max(need - behind, 0) // page) * page
+        exactly = [least] if self.evict is not None else [least, *([full] if full < least else []), need]
 
-        def rooms(stays: bool) -> Sequence[int]:
+        def rooms(place: Place) -> Sequence[int]:
+            tight = place == "end" or (place == "here" and not cache._sync.seen)
             if not (shape.captured and headroom):
-                return exactly if stays else [least]
-            most = shape.gone + room_ahead([], need - shape.gone, headroom if stays else min(headroom, AHEAD), True)
+                return exactly if tight else [least]
+            below = place == "below"
+            most = shape.gone + room_ahead([], need - shape.gone, min(headroom, AHEAD) if below else headroom, True)
             # Halving what is ahead; exactly what is needed comes last.
-            ahead = [need + ((most - need) >> n) for n in range(4)]
-            return [*(x for x in ahead if x > least), *exactly] if stays else [most]
+            ahead = [x for x in (need + ((most - need) >> n) for n in range(4)) if x > least]
+            return [most] if below else [*ahead, *(exactly if tight else [least])]
 
         return rooms
 
-    def _begin(self, cache: Any, shape: Shape, need: int, tokens: int, rooms: Callable[[bool], Sequence[int]]) -> None:
+    def _begin(self, cache: Any, shape: Shape, need: int, tokens: int, rooms: Rooms) -> None:
         """Chooses rungs and room of an empty cache, from the top of the ladder."""
         before, self.rungs = self.rungs, ((0, 0),) * self.layers
         try:

@@ -150,7 +150,9 @@ def _bars(values: Sequence[float], top: float) -> str:
 
 @contextlib.contextmanager
 def watch(what: MixedKVCache | InUse | str, console: Console | None = None) -> Iterator[deque[Moment]]:
-    """Shows users, tokens, bytes and bits by layer while a model generates, as a live picture in a terminal::
+    """Shows users, tokens, bytes and bits by layer while a model generates, as a live picture in a terminal.
+
+    ::
 
         with hfkvq.use(model) as used, hfkvq.watch(used) as moments:
             model.generate(**inputs)

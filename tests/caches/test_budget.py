@@ -131,6 +131,27 @@ def test_goes_down_the_ladder_within_the_budget(model, monkeypatch):
     assert max(peaks) > 600_000
 
 
+def test_buffers_move_once_for_many_tokens(model, monkeypatch):
+    """Until the ladder ends, a move makes room for a page at least: tokens that come singly do not move all layers."""
+    cache = MixedKVCache(model, memory=500_000, graphs=False)
+    page = cache.budget.ladder[-1].layout(64, 64).keys.formats[0].page_size
+    moved, move = [], budget.Budget._go
+
+    def moving(self, *args):
+        moved.append(cache.get_seq_length())
+        move(self, *args)
+
+    monkeypatch.setattr(budget.Budget, "_go", moving)
+    forward(model, cache, prompt(1, 60))
+    rungs = [cache.budget.rungs]
+    while cache.budget.rungs != [*cache.budget.down()][-1]:
+        forward(model, cache, prompt(1, 1))
+        rungs.append(cache.budget.rungs)
+    assert len(set(rungs)) > 4
+    assert len(moved) > 4
+    assert all(later - sooner >= page for sooner, later in itertools.pairwise(moved[:-1]))
+
+
 def go(cache, *states):
     """The cache on other rungs, one state after another, in the room that it has."""
     shape = cache.budget._shape(cache, None)
