@@ -70,6 +70,12 @@ def _hadamard(x: Tensor, rotate: int, back: bool = False) -> Tensor:
     return saturated((y * block**-0.5).flatten(-2), x.dtype)
 
 
+# The size of a cache is found on the meta device.
+@_hadamard.register_fake
+def _(x: Tensor, rotate: int, back: bool = False) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 triton_slot("hadamard", "hadamard:hadamard_triton")
 
 

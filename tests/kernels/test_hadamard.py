@@ -64,7 +64,7 @@ def test_no_rotation_is_no_copy():
 
 
 def test_opcheck():
-    torch.library.opcheck(torch.ops.hfkvq.hadamard.default, (torch.randn(2, 3, 16), 8), test_utils="test_schema")
+    torch.library.opcheck(torch.ops.hfkvq.hadamard.default, (torch.randn(2, 3, 16), 8))
 
 
 def test_blocks_that_do_not_fit_are_refused():
