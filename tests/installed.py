@@ -30,7 +30,7 @@ REGISTERED = "import lm_eval.models; from lm_eval.api.registry import get_model;
 
 
 def run(*command: str | Path) -> tuple[str, float]:
-    """What a command prints, and its seconds; one that fails ends the script with its error."""
+    """Output of a command, and its seconds; one that fails ends the script with its error."""
     start = time.monotonic()
     ran = subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"{command}: exit {ran.returncode}\n{ran.stdout}{ran.stderr}"

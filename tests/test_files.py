@@ -37,7 +37,7 @@ def bit_table(tmp: Path) -> dict:
 
 
 def read_study(path: Path) -> None:
-    """What a study of ours keeps with it, in a database that is sound."""
+    """Reads the setup that a study keeps, from a database that is sound."""
     storage = f"sqlite:///{path.with_suffix('.db')}"
     if not path.with_suffix(".db").exists():
         optuna.create_study(study_name="s", storage=storage, directions=["minimize", "minimize"])

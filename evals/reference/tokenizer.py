@@ -25,7 +25,7 @@ END_OF_TEXT = "<|endoftext|>"
 CONTROL = (END_OF_TEXT, chat.IM_START, chat.IM_END)
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tools>", "</tools>")
 
-# As `chat.render` writes it in Python; a test keeps the two equal.
+# The template says in Jinja what `chat.render` says in Python; a test keeps the two equal.
 CHAT_TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}

@@ -5,7 +5,7 @@ is a request's from its first block to the end, and lies in the engine's own byt
 number comes to the device with the request's blocks: in a step as the last column of the engine's block table, else in
 the numbers of blocks, which are ours alone. Slot 0 belongs to rows that pad a batch.
 
-How many tokens are sealed follows from how many there are, so that nobody counts them. A block is taken when there are
+How many tokens are sealed follows from how many there are, so they are not counted. A block is taken when there are
 tokens to seal into it. What is stored is what a `MixedKVCache` of the scheme stores, by the same code: prompts go
 through a `KVStore` over requests' blocks and slots, steps through the kernels of recorded steps.
 """
@@ -193,7 +193,7 @@ class WindowedPages(CompressedPages):
         if most is None:
             usual = self.bytes_per_slot + self.blocks_for(self.usual) * self.bytes_per_block
             most = max(1, min(MOST_SLOTS, self.config.max_requests_per_batch or MOST_SLOTS, non_trash_bytes // usual))
-        # Slot 0 is nobody's, and every request needs a block.
+        # Slot 0 belongs to no request, and every request needs a block.
         fits = (non_trash_bytes - self.bytes_per_slot) // (self.bytes_per_slot + self.bytes_per_block)
         if most > fits:
             raise ValueError(
@@ -330,7 +330,7 @@ class WindowedPages(CompressedPages):
         return out
 
     def _steps_of(self, given: dict[str, Any], count: int) -> Steps:
-        """A batch in which every request has one token; asks nobody, so that a graph can hold it."""
+        """A batch in which every request has one token; asks nothing of the host, so that a graph can hold it."""
         ends = given["cu_seq_lens_k"][self.layer_type][: count + 1]
         table = given["block_table"][self.index].clamp(min=0)
         # Rows that pad the batch have no tokens; those of slot 0 may be anything.

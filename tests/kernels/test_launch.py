@@ -167,7 +167,7 @@ def seal_some(pool, seed):
 
 
 def test_calls_that_are_alike_share_a_plan(noted):
-    """Or every step of a store that grows would make plans: other tensors, alignments and pools."""
+    """Plans do not depend on tensors, alignments and pools, so a store that grows makes none in its steps."""
     made, ran = noted
     for again in range(4):
         work = Work(CPU, F16, again % 2, again)

@@ -63,6 +63,7 @@ class Forecast(NamedTuple):
         sealed: what rows may be like once what is due is sealed.
         most_sealed: the most tokens of a side that a row has sealed then.
         longest: the most tokens that a row held before the new ones came.
+        shortest: the fewest.
     """
 
     tail_slots: tuple[int, int]
