@@ -22,6 +22,9 @@ from torch import Tensor, nn
 
 import hfkvq
 from evals.charts import BLUE, KLD, ORANGE, new_figure
+from evals.triaxial.allocation import Sensitivity, allocate, make_table
+from evals.triaxial.calibration import calibrate
+from evals.triaxial.conversations import Conversation
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.tags import PAD, TAGS
 from hfkvq.measure.demo.answers import answer, kl_divergence, make_cache, predictions, read_memory, texts
@@ -29,7 +32,6 @@ from hfkvq.measure.demo.prompts import Subject, is_right, make_batches
 from hfkvq.measure.divergence.intervals import CONFIDENCE, RESAMPLES, mean_interval
 from hfkvq.measure.divergence.measurement import measure
 from hfkvq.measure.reference import load_reference, recall, tools, with_outliers
-from hfkvq.tuning import Conversation, Sensitivity, allocate, calibrate, make_table
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from evals.layerwise import gain_of
 from evals.shapes import build, get_config
 from hfkvq import MixedKVCache
 from hfkvq.caches.budget import ORDER_KIND, Budget, Move, Rungs, Shape, layer_bytes
@@ -51,7 +52,6 @@ from hfkvq.measure.models import find_model, load_model, load_tokenizer
 from hfkvq.measure.records import clock, commit, device_name, now, versions
 from hfkvq.measure.tables import markdown_table
 from hfkvq.sizes import parse_size
-from hfkvq.tuning.layerwise import gain_of
 from hfkvq.tuning.objectives import TextKLD
 from hfkvq.tuning.score import Objective
 

@@ -27,6 +27,7 @@ import typer
 from torch import Tensor
 from transformers import DynamicCache
 
+from evals.capture import capture
 from hfkvq.caches import Scheme
 from hfkvq.caches.schemes.base import Layout, SideLayout
 from hfkvq.caches.schemes.preset import get_preset
@@ -36,7 +37,6 @@ from hfkvq.kernels.hadamard import rotation
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.quantize import quantize_pages
 from hfkvq.kernels.seal import channel_widths
-from hfkvq.measure.capture import capture
 from hfkvq.measure.models import find_model, load_model, load_tokenizer
 from hfkvq.measure.presets import page_bits
 

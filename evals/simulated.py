@@ -31,9 +31,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from evals.capture import Capture, capture, compressed_layers
 from hfkvq.kernels.hadamard import hadamard
 from hfkvq.kernels.windows import tokens_due
-from hfkvq.measure.capture import Capture, capture, compressed_layers
 from hfkvq.measure.divergence.naming import OtherCache
 from hfkvq.measure.texts import KINDS, read_text
 

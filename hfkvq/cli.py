@@ -7,10 +7,7 @@ import json
 import re
 import sys
 import time
-from collections import Counter
 from enum import Enum
-from itertools import groupby
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,7 +27,6 @@ from hfkvq.terminal import (
     ModelDType,
     Outliers,
     fail,
-    input_file,
     make_console,
     pick_device,
     print_notes,
@@ -305,70 +301,6 @@ def watch(
             said = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             turns.append({"role": "assistant", "content": said})
             console.print(said, markup=False, highlight=False)
-
-
-@app.command()
-def tag(
-    tokenizer: Annotated[str, typer.Option(help="Tokenizer with a chat template: a folder or a name on the Hub.")],
-    messages: Annotated[
-        Path, input_file("Conversations as for calibrate: JSON Lines of lists of messages, or of objects with them.")
-    ],
-    chat_format: Annotated[
-        str | None,
-        typer.Option("--format", help=r"Name of a chat format, or a .json or .toml file. \[default: by the template]"),
-    ] = None,
-    generation_prompt: Annotated[bool, typer.Option(help="End with the header of the next answer.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
-) -> None:
-    """Show TriAxialKV's tag of every token of a conversation; images appear as the processor's tokens."""
-    from rich.table import Table
-    from transformers.utils import logging
-
-    from hfkvq.caches.tags import TAGS, ChatFormat, Tagger, get_format
-    from hfkvq.measure.models import find_model, load_processor, load_tokenizer
-    from hfkvq.tuning.conversations import encode, load_conversations
-
-    form = None
-    if chat_format is not None:
-        form = ChatFormat.from_file(chat_format) if Path(chat_format).suffix else get_format(chat_format)
-    conversations = load_conversations(messages, "messages")
-    logging.set_verbosity_error()
-    try:
-        reader = load_tokenizer(find_model(tokenizer))
-    except (OSError, ValueError) as error:
-        fail(f"tokenizer: {error}")
-    found = []
-    shown = any(one.images for one in conversations)
-    maker = load_processor(find_model(tokenizer)) if shown else reader
-    if not maker.chat_template:
-        fail(f"tokenizer: {tokenizer!r} has no chat template, so it cannot write a conversation.")
-    tagger = Tagger.from_tokenizer(maker, form)
-    for one in conversations:
-        ids = encode(one, maker, generation_prompt)[0]
-        found.append((ids, [tagger.names[k] for k in tagger.tag(ids)[0].tolist()]))
-    if as_json:
-        name = tagger.grammar.format.name if tagger.grammar else None
-        listed = [{"ids": ids, "tags": tags, "counts": Counter(tags)} for ids, tags in found]
-        typer.echo(json.dumps({"tokenizer": tokenizer, "format": name, "conversations": listed}))
-        return
-    console = make_console()
-    for number, (ids, tags) in enumerate(found):
-        if number:
-            console.rule(style="dim")
-        at = 0
-        for tag, run in groupby(tags):
-            text = reader.decode(ids[at : (at := at + len(list(run)))], skip_special_tokens=False)
-            line = f"{tag:<24} {json.dumps(text, ensure_ascii=False)}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        console.print()
-        legend = Table("tag", box=None, pad_edge=False)
-        for title in ("tokens", "share"):
-            legend.add_column(title, justify="right")
-        # The oldest first.
-        for tag, count in sorted(Counter(tags).items(), key=lambda entry: TAGS.index(entry[0])):
-            legend.add_row(tag, str(count), f"{100 * count / len(ids):.1f} %")
-        legend.add_row("all", str(len(ids)), "")
-        console.print(legend)
 
 
 def main() -> None:

@@ -6,13 +6,14 @@ from typing import Any
 
 from click.testing import Result
 from rich.console import Console
+from typer import Typer
 from typer.testing import CliRunner
 
 from hfkvq.cli import app
 
 
-def invoke(*arguments: Any, columns: int = 120) -> Result:
-    """``hfkvq ARGUMENTS`` in a terminal of so many columns."""
+def invoke(*arguments: Any, columns: int = 120, app: Typer = app) -> Result:
+    """``hfkvq ARGUMENTS``, or another app's, in a terminal of so many columns."""
     return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": str(columns)})
 
 

@@ -15,9 +15,13 @@ import typer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
+from evals.triaxial.__main__ import app as triaxial
 from hfkvq.cli import app
 
-COMMAND = typer.main.get_command(app)
+COMMANDS = {id(each): typer.main.get_command(each) for each in (app, triaxial)}
+
+TRIAXIAL = {"tag", "calibrate", "allocate"}
+"""Commands of `evals.triaxial`."""
 
 OUTPUTS = {"out", "json_file"}
 """Parameters of files that are written; all other paths are read."""
@@ -110,7 +114,7 @@ def wrong_values(name, kind, about):
 
 
 def cases():
-    for path, parameters in commands(app):
+    for path, parameters in (*commands(app), *commands(triaxial)):
         for name, (kind, about, required) in parameters.items():
             argument = type(about).__name__ == "ArgumentInfo"
             option = name if argument else (about.param_decls or (f"--{name.replace('_', '-')}",))[0].split("/")[0]
@@ -171,7 +175,7 @@ def no_weights(monkeypatch):
         monkeypatch.setattr(auto, "from_pretrained", loads)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     # Made once: it takes longer than most cases.
-    monkeypatch.setattr("typer.testing._get_command", lambda _: COMMAND)
+    monkeypatch.setattr("typer.testing._get_command", lambda asked: COMMANDS[id(asked)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
@@ -203,7 +207,8 @@ def test_wrong_arguments(files, tmp_path, monkeypatch, path, name, option, value
 
 def check_refusal(words, name, option):
     """The command says in one line what is wrong with the option."""
-    done = CliRunner().invoke(app, words, env={"COLUMNS": "120"})
+    asked = triaxial if words[0] in TRIAXIAL else app
+    done = CliRunner().invoke(asked, words, env={"COLUMNS": "120"})
     said = f"hfkvq {' '.join(words)}\n{done.output}\n{done.exception!r}"
     assert done.exit_code == 2, said
     assert isinstance(done.exception, SystemExit), said

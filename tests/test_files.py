@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evals import kernel_bench as kernels
+from evals.triaxial.allocation import Sensitivity
+from evals.triaxial.conversations import load_conversations
 from hfkvq.bounded import MOST_LEVELS, load_json, parse_json
 from hfkvq.caches import get_preset
 from hfkvq.caches.schemes.preset import Preset
 from hfkvq.caches.tags import ChatFormat
 from hfkvq.caches.tags.bit_table import BitTable, Origin
 from hfkvq.measure.divergence.windows import read_file
-from hfkvq.tuning.allocation import Sensitivity
-from hfkvq.tuning.conversations import load_conversations
 from hfkvq.tuning.study import SETUP, load_study
 
 PRESET = get_preset("kitty", {"0": "full"}).to_dict()

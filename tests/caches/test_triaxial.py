@@ -323,7 +323,7 @@ def test_table_comes_back_from_its_file(model, tmp_path):
 
 def test_table_of_another_model_or_template_is_refused(model):
     table = table_of(config("llama", num_hidden_layers=3))
-    with pytest.raises(ValueError, match=r"table: it was calibrated for another model \(tiny, .*hfkvq calibrate"):
+    with pytest.raises(ValueError, match=r"table: it was calibrated for another model \(tiny, .*triaxial calibrate"):
         TriAxialCache(model, tagger=EvenIsObs(), table=table)
     other = FakeTokenizer()
     other.chat_template = "something else"

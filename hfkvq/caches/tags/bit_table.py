@@ -121,7 +121,7 @@ class BitTable:
             raise ValueError(
                 f"table: it was calibrated for another {differs} ({self.origin.model or 'unnamed'}, its tags "
                 f"{', '.join(self.bits)}) than this one ({getattr(config, 'model_type', '') or 'unnamed'}); calibrate "
-                "again with `hfkvq calibrate`, or pass the plain table.bits if you know that it fits."
+                "again with `evals.triaxial calibrate`, or pass the plain table.bits if you know that it fits."
             )
 
     def save(self, path: str | Path) -> None:
@@ -135,7 +135,7 @@ class BitTable:
         Raises:
             ValueError: there is no such file, or it holds something else.
         """
-        values = read_json(path, KIND, "table", "hfkvq allocate")
+        values = read_json(path, KIND, "table", "python -m evals.triaxial allocate")
         try:
             return BitTable(
                 {str(tag): int(bits) for tag, bits in values["bits"].items()},
@@ -145,7 +145,9 @@ class BitTable:
                 {tag: float(count) for tag, count in values.get("counts", {}).items()},
             )
         except DAMAGE as error:
-            raise ValueError(f"table: {path} is damaged ({error}); make it again with `hfkvq allocate`.") from None
+            raise ValueError(
+                f"table: {path} is damaged ({error}); make it again with `evals.triaxial allocate`."
+            ) from None
 
 
 def read_json(path: str | Path, kind: str, name: str, maker: str) -> dict[str, Any]:

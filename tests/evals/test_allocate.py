@@ -9,10 +9,9 @@ import random
 import pytest
 
 from evals.ablations import without_axis
+from evals.triaxial.allocation import Choice, Sensitivity, allocate, allocate_exact, allocate_greedy, make_table
 from hfkvq.caches import BitTable
 from hfkvq.caches.tags.bit_table import Origin
-from hfkvq.tuning import Sensitivity, allocate, make_table
-from hfkvq.tuning.allocation import Choice, allocate_exact, allocate_greedy
 
 INST, USER, OBS, OLD = "older|text|inst", "current|text|user", "current|text|obs", "older|text|obs"
 
@@ -123,7 +122,7 @@ def test_files_come_back(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "sensitivity: .* cannot be read .*hfkvq calibrate"),
+        (None, "sensitivity: .* cannot be read .*triaxial calibrate"),
         ("nonsense", "sensitivity: .* is not JSON"),
         (json.dumps({"kind": "hfkvq.bit_table"}), "sensitivity: .* holds 'hfkvq.bit_table'"),
         (json.dumps({"kind": "hfkvq.sensitivity"}), "sensitivity: .* is damaged"),

@@ -60,7 +60,7 @@ class Sensitivity:
         Raises:
             ValueError: there is no such file, or it holds something else.
         """
-        values = read_json(path, KIND, "sensitivity", "hfkvq calibrate")
+        values = read_json(path, KIND, "sensitivity", "python -m evals.triaxial calibrate")
         try:
             return Sensitivity(
                 {tag: (float(pair[0]), float(pair[1])) for tag, pair in values["distortion"].items()},
@@ -69,7 +69,9 @@ class Sensitivity:
                 bool(values["shared_inst"]),
             )
         except DAMAGE as error:
-            raise ValueError(f"sensitivity: {path} is damaged ({error}); make it with `hfkvq calibrate`.") from None
+            raise ValueError(
+                f"sensitivity: {path} is damaged ({error}); make it with `evals.triaxial calibrate`."
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def make_table(sensitivity: Sensitivity, budget: float) -> BitTable:
     """Table of bits under a budget.
 
     Args:
-        sensitivity: of `hfkvq.tuning.calibrate`.
+        sensitivity: of `calibrate`.
         budget: B, mean code bits of a token.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``hfkvq tag``, as its user types it."""
+"""``python -m evals.triaxial tag``, as its user types it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 
+from evals.triaxial.__main__ import app
 from tests.caches.chats import byte_tokenizer
 from tests.command import assert_refused, invoke
 
-run = partial(invoke, "tag")
+run = partial(invoke, "tag", app=app)
 
 
 # What it writes for a conversation is no matter here.

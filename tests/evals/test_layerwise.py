@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from evals.layerwise import tune_layers
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import get_preset
-from hfkvq.tuning.layerwise import tune_layers
 from hfkvq.tuning.score import Score
 from tests.caches.models import build
 

@@ -8,13 +8,14 @@ import json
 import pytest
 import torch
 
+from evals.capture import Capture, capture, compressed_layers, quantized
+from evals.triaxial.__main__ import app
+from evals.triaxial.allocation import Sensitivity
+from evals.triaxial.calibration import aggregate, calibrate, distortion
+from evals.triaxial.conversations import Conversation, data_hash, load_conversations, make_request, parse_conversation
 from hfkvq.caches import BitTable
 from hfkvq.caches.tags import parse_tag
 from hfkvq.kernels.pages import PageFormat
-from hfkvq.measure.capture import Capture, capture, compressed_layers, quantized
-from hfkvq.tuning import Conversation, Sensitivity, calibrate, load_conversations, parse_conversation
-from hfkvq.tuning.calibration import aggregate, distortion
-from hfkvq.tuning.conversations import data_hash, make_request
 from tests.caches.models import build, prompt
 from tests.command import invoke
 
@@ -218,15 +219,15 @@ def test_calibrate_then_allocate(tmp_path, monkeypatch):
             example = tools(seed=seed, rounds=2)
             messages = [*example.messages, {"role": "assistant", "content": example.answer}]
             file.write(json.dumps({"messages": messages, "tools": list(example.tools)}) + "\n")
-    done = invoke("calibrate", str(data), "--out", str(found), "--layers", "1", "--device", "cpu")
+    done = invoke("calibrate", str(data), "--out", str(found), "--layers", "1", "--device", "cpu", app=app)
     assert done.exit_code == 0, done.output
     assert INST in done.output
     sensitivity = Sensitivity.load(found)
     assert sensitivity.origin.requests == 2
-    done = invoke("allocate", str(found))
+    done = invoke("allocate", str(found), app=app)
     assert done.exit_code == 0, done.output
     assert "2.7" in done.output
-    done = invoke("allocate", str(found), "--budget", "2.7", "--out", str(table))
+    done = invoke("allocate", str(found), "--budget", "2.7", "--out", str(table), app=app)
     assert done.exit_code == 0, done.output
     model, tokenizer = load_reference(torch.float32)
     # What the call repeats to the letter gets the bits.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from evals.channels import raised_channels
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.tuning.channels import raised_channels
 from tests.caches.models import build
 
 

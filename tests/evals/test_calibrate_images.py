@@ -9,10 +9,12 @@ import json
 import pytest
 import torch
 
+from evals.capture import Capture
+from evals.triaxial.__main__ import app
+from evals.triaxial.allocation import Sensitivity
+from evals.triaxial.calibration import calibrate
+from evals.triaxial.conversations import make_request, parse_conversation
 from hfkvq.caches.tags import TAGS, Tagger
-from hfkvq.measure.capture import Capture
-from hfkvq.tuning import Sensitivity, calibrate, parse_conversation
-from hfkvq.tuning.conversations import make_request
 from tests.caches.vision import build, picture
 from tests.caches.vision import processor as processor_of
 from tests.command import invoke
@@ -97,7 +99,7 @@ def folder(tmp_path_factory):
 
 def test_the_command_measures_pixels(folder):
     out = folder / "sensitivity.json"
-    done = invoke("calibrate", folder / "talk.jsonl", "--model", folder, "--out", out, "--device", "cpu")
+    done = invoke("calibrate", folder / "talk.jsonl", "--model", folder, "--out", out, "--device", "cpu", app=app)
     assert done.exit_code == 0, done.output
     found = Sensitivity.load(out)
     # Four by four patches and one for all.

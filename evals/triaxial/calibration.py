@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evals.capture import Capture, capture, compressed_layers, quantized, spread_layers
+from evals.triaxial.allocation import Sensitivity
+from evals.triaxial.conversations import Conversation, data_hash, make_request
 from hfkvq.caches.schemes.base import get_scheme
 from hfkvq.caches.tags import PAD, TAGS, ImageTokens, Tagger, tag_axes
 from hfkvq.caches.tags.bit_table import Origin, config_hash, template_hash
-from hfkvq.measure.capture import Capture, capture, compressed_layers, quantized, spread_layers
 from hfkvq.measure.records import versions
-
-from .allocation import Sensitivity
-from .conversations import Conversation, data_hash, make_request
 
 WIDTHS = (2, 4)
 

@@ -15,8 +15,7 @@ from typing import Any
 from hfkvq.caches.schemes.base import Scheme, list_schemes
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.measure.records import now, versions
-
-from .score import Objective, Score
+from hfkvq.tuning.score import Objective, Score
 
 Candidates = Sequence[Preset | Scheme | str] | Mapping[str, Preset | Scheme | str]
 
@@ -63,7 +62,7 @@ def tune_layers(
         candidates: alternatives of a layer: names of presets, schemes, or these by names of your own.
         objective: measures presets, e.g. `hfkvq.tuning.objectives.TextKLD`.
         max_total_bits: most bits per element, every byte counted, at the length that the objective measures.
-        compressed: layers that a cache compresses (`hfkvq.measure.capture.compressed_layers`); others, such as sliding
+        compressed: layers that a cache compresses (`evals.capture.compressed_layers`); others, such as sliding
             windows, are skipped. None takes all.
         on_score: told each measurement: which change, and its score.
 
