@@ -83,13 +83,13 @@ class Kitty(Scheme):
             ("kld", "fit"),
         ),
         "trellis-2.5": Entry(
-            "Our own preset: best-2.5 with values in trellis codes, for fewer bits and less loss.",
-            {**_BEST, **_HEAVY, "trellis_values": True},
+            "Our own preset: values of best-2.5 in trellis codes, and more key channels in 4 bits: as many bits, less loss.",
+            {**_BEST, **_HEAVY, "trellis_values": True, "boost_ratio": 0.3125},
             ("kld", "fit"),
         ),
         "best-2.0": Entry(
             "Our own preset for less memory than best-2.5: its keys, and values in trellis codes of 1 bit.",
-            {**_BEST, **_HEAVY, "trellis_values": True, "narrow_to": 1.0},
+            {**_BEST, **_HEAVY, "trellis_values": True, "narrow_to": 0.93},
             ("kld", "fit"),
         ),
         "best-1.5": Entry(
