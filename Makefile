@@ -20,7 +20,8 @@ ARGS ?=
 BENCH_ARGS ?= --json evals/results
 
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PINS)
+# Modules are compiled when they are first imported: pip would compile all of PyTorch and Transformers, most of which is never imported.
+PIP_INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PINS)
 FOR_DEMO := $(VENV)/.installed
 FOR_DEV := $(VENV)/.installed-dev
 FOR_DOCS := $(VENV)/.installed-docs
@@ -39,8 +40,9 @@ endif
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 14
 
+# Compiled modules are kept, whatever the environment says.
 demo: $(FOR_DEMO)  ## compare the schemes on the small reference model (CPU is enough)
-	@$(BIN)/hfkvq demo $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/hfkvq demo $(ARGS)
 	@echo "hfkvq is in $(BIN): source $(BIN)/activate"
 
 style: $(FOR_DEV)  ## lint, format check, types
@@ -52,7 +54,7 @@ format: $(FOR_DEV)  ## rewrite the files as `style` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Compiled modules are kept, whatever the environment says: tests start some fifty processes.
+# Compiled modules are kept here, too: tests start some fifty processes.
 test: $(FOR_DEV)  ## every test that needs no GPU and is not slow
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not gpu and not slow" -n $(WORKERS) --dist worksteal --timeout 300 $(ARGS)
 

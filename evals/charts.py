@@ -40,6 +40,19 @@ def new_figure(width: float, height: float, columns: int = 1, rows: int = 1, **o
     return figure, grid
 
 
+def is_own(name: str) -> bool:
+    """True for hfkvq's own presets, which stand out among published methods."""
+    return name.startswith(("best-", "trellis-"))
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a figure; an SVG of the same figures is the same bytes, and its words are text."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "hfkvq", "font.sans-serif": ["DejaVu Sans", "Arial"]}):
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
 @dataclass(frozen=True)
 class Mark:
     """A measured value, and the ends of its interval if it has one."""
@@ -89,7 +102,7 @@ def save_chart(
     path: Path,
     grey: Collection[str] = (BASELINE,),
 ) -> bool:
-    """Draws the chart as a PNG; False if no column has anything to show.
+    """Draws the chart; False if no column has anything to show.
 
     Args:
         names: of the caches, from top to bottom.
@@ -110,17 +123,12 @@ def save_chart(
         _draw(axes, names, column, grey)
     grid[0][0].set_yticks(range(len(names)), names, fontsize=9)
     for label, name in zip(grid[0][0].get_yticklabels(), names, strict=True):
-        if _own(name):
+        if is_own(name):
             label.set(color=RED, fontweight="bold")
     grid[0][0].set_ylim(len(names) - 0.4, -0.6)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=150, format="png")
+    save_figure(figure, path)
     return True
-
-
-def _own(name: str) -> bool:
-    """True for hfkvq's own presets, which stand out among published methods."""
-    return name.startswith("best-")
 
 
 def _draw(axes: Any, names: Sequence[str], column: Column, grey: Collection[str]) -> None:
@@ -145,7 +153,7 @@ def _draw(axes: Any, names: Sequence[str], column: Column, grey: Collection[str]
         axes.xaxis.set_major_locator(MaxNLocator(4))
     least = min((mark.value for mark in found.values()), default=0.0)
     for at, mark in found.items():
-        color = GREY if names[at] in grey else RED if _own(names[at]) else BLUE
+        color = GREY if names[at] in grey else RED if is_own(names[at]) else BLUE
         axes.plot(mark.value, at, "o", color=color, markersize=5.5, zorder=3)
         if mark.low is not None and mark.high is not None:
             # Bars down to 0 go on to the edge of a logarithmic axis.

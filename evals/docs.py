@@ -30,6 +30,7 @@ from evals import (
     resources,
     serving,
     several,
+    vllm_docs,
 )
 from evals import kernel_bench as kernels
 from evals.matrix_report import markdown as families
@@ -74,6 +75,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/choosing.md", "popular"): popular.table,
     ("docs/serving.md", "fields"): request_fields,
     ("docs/serving.md", "serving"): lambda: serving.table(serving.rows(SERVING)),
+    ("docs/vllm.md", "speed"): vllm_docs.tables,
     ("docs/schemes.md", "presets"): schemes_markdown,
     ("docs/schemes.md", "eviction"): eviction_markdown,
     ("evals/README.md", "ablations"): lambda: ablations.markdown(load("ablations")),
@@ -166,10 +168,11 @@ def main() -> None:
         line, was, made = next(((n, a, b) for n, (a, b) in enumerate(pairs, 1) if a != b), (0, "its end", "another"))
         wrong.append(f"{path.relative_to(ROOT)}:{line}: is\n  {was}\nand would be\n  {made}")
     if write:
-        frontier.picture(RESULTS / "frontier-smollm2.png")
-        real_docs.picture(RESULTS / "real-models.png")
-        one_layer.picture(kernel_times("kernels-h200"), RESULTS / "kernels-h200.png")
-        serving.picture(serving.rows(SERVING), RESULTS / "serving.png")
+        frontier.picture(RESULTS / "frontier-smollm2.svg")
+        real_docs.picture(RESULTS / "real-models.svg")
+        one_layer.picture(kernel_times("kernels-h200"), RESULTS / "kernels-h200.svg")
+        serving.picture(serving.rows(SERVING), RESULTS / "serving.svg")
+        vllm_docs.picture(RESULTS / "vllm.svg")
     if wrong:
         sys.exit("\n".join([*wrong, "Run PYTHONPATH=. python evals/docs.py --write."]))
 

@@ -24,6 +24,7 @@ FILES = (
     "kld-smollm2-h200.json",
     "kld-smollm2-budgets-h200.json",
     "kld-smollm2-heavy-layer-h200.json",
+    "kld-smollm2-trellis-h200.json",
 )
 """Older first."""
 
@@ -105,7 +106,7 @@ def picture(path: Path) -> None:
     """Divergence against bits, with intervals; the floor of rounding as a line."""
     from matplotlib.lines import Line2D
 
-    from evals.charts import BLACK, BLUE, GREY, RED, new_figure
+    from evals.charts import BLACK, BLUE, GREY, RED, is_own, new_figure, save_figure
 
     figure, grid = new_figure(8.6, 5.2)
     axes, places, colors = grid[0][0], [], {}
@@ -118,26 +119,26 @@ def picture(path: Path) -> None:
             at = {"xycoords": ("axes fraction", "data"), "xytext": (0, 4), "textcoords": "offset points"}
             axes.annotate(words, (0.995, mean), **at, ha="right", fontsize=8.5)
         elif ":" not in name:
-            color = GREY if row.get("simulated") else RED if name.startswith("best") else BLUE
+            color = GREY if row.get("simulated") else RED if is_own(name) else BLUE
             mark, size = ("x", 6) if color == GREY else ("D", 8) if color == RED else ("o", 6)
             bits, sides = bits_of_smollm2(row), [[mean - low], [high - mean]]
             axes.errorbar(bits, mean, sides, fmt=mark, color=color, markersize=size, elinewidth=1.3, alpha=0.9)
             places.append((name, (bits, mean)))
             colors[name] = BLACK if color == GREY else color
-    axes.set(yscale="log", xlim=(2.2, 6.4), ylim=(0.0011, 0.45))
+    axes.set(yscale="log", xlim=(1.3, 6.4), ylim=(0.0011, 0.45))
     axes.set_yticks([0.003, 0.01, 0.03, 0.1, 0.3], ["0.003", "0.01", "0.03", "0.1", "0.3"])
     axes.minorticks_off()
     axes.grid(alpha=0.25)
     axes.set_xlabel("bits per element in a long context, scales included, heads of 64 channels (bf16: 16)")
     axes.set_ylabel("KL divergence from DynamicCache, nats")
     axes.set_title("Loss against memory (lower left is better): SmolLM2-135M, contexts of 7,680 tokens", fontsize=11)
-    kinds = ((RED, "D", "best-*: hfkvq's own presets"), (BLUE, "o", "published methods, in hfkvq"))
+    kinds = ((RED, "D", "hfkvq's own presets"), (BLUE, "o", "published methods, in hfkvq"))
     kinds += ((GREY, "x", "other methods, simulated"),)
     handles = [Line2D([], [], color=color, marker=mark, linestyle="none", label=label) for color, mark, label in kinds]
     handles.append(Line2D([], [], color=BLACK, marker="|", markersize=10, linestyle="none", label="95 % interval"))
     axes.legend(handles=handles, frameon=False, loc="upper right", fontsize=9)
-    write_names(axes, places, colors, {name for name in colors if name.startswith("best")})
-    figure.savefig(path, dpi=150)
+    write_names(axes, places, colors, {name for name in colors if is_own(name)})
+    save_figure(figure, path)
 
 
 def write_names(

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from evals.charts import is_own
 from evals.figures import as_it_was
-from evals.real_docs import is_own
 from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.measure.presets import describe
 

@@ -155,7 +155,7 @@ def choosing(text: str, record: Record) -> str:
 
 
 def picture(record: Record, path: Path) -> bool:
-    """Speed-up of each line, a column for each size, as a PNG; False if there is nothing to draw.
+    """Speed-up of each line, a column for each size; False if there is nothing to draw.
 
     A bar goes from the dot to where the bytes read would take it at the bandwidth of a copy.
     """

@@ -7,8 +7,9 @@ from typing import Any
 
 from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config
 
+from evals.charts import is_own
 from evals.model_steps import SHAPES as OTHERS
-from evals.real_docs import is_own, ladder
+from evals.real_docs import ladder
 from evals.shapes import POSITIONS, SHAPES
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.measure.tables import markdown_table

@@ -95,6 +95,15 @@ PARTS = {
 }
 """The most important first."""
 
+DATA = {
+    "gsm8k": ("gsm8k/train.jsonl", "gsm8k/test.jsonl"),
+    "ruler4k": ("ruler/niah_multikey_3_4096.jsonl",),
+    "ruler16k": ("ruler/niah_multikey_3_16384.jsonl",),
+    "humaneval": ("humaneval/HumanEval.jsonl",),
+    "math500": ("math/math500.jsonl",),
+}
+"""Files of the data folder that a part's tasks read, compressed or not. LongBench takes those that are there."""
+
 LATER = ("humaneval", "math500", "longbench")
 """Tasks whose ``best-...`` presets run first; their other presets run after everything else."""
 
@@ -172,6 +181,21 @@ def shapes(given: argparse.Namespace, room: int | None) -> dict[str, Part]:
         if not room or part.prompt + part.scored <= room:
             found[name] = replace(part, limit=limits.get(name, part.limit), batch=batches.get(name, part.batch))
     return found
+
+
+def check_data(parts: Iterable[str], data: str | None) -> None:
+    """Raises ValueError for files that these parts need and lack; without a folder the Hub has all but RULER's."""
+    named = data or os.environ.get("HFKVQ_DATA")
+    lacking = []
+    for part in dict.fromkeys(parts):
+        files = DATA.get(part, ()) if named or part.startswith("ruler") else ()
+        found = [any(Path(named or "", name + end).is_file() for end in ("", ".gz")) for name in files]
+        lacking += [f"{name} ({part})" for name, there in zip(files, found, strict=True) if not (named and there)]
+    if lacking:
+        raise ValueError(
+            f"data: {named or 'no folder is named, which'} must have {', '.join(lacking)}; evals/tasks/README.md says "
+            "where they come from. Add them, or name other parts by --parts."
+        )
 
 
 # A process: it loads the model once and does one job after another.
@@ -559,6 +583,7 @@ def main() -> None:
             own = {"limit": part.limit, "prompt": part.prompt, "scored": part.scored, "texts": texts}
             settings[name] = {**shared, "part": name, **(own if part.scored else {"limit": part.limit})}
         todo = [job for job in jobs if not is_done(out, job, settings[job[0]])]
+        check_data((part for part, _ in todo), given.data)
     except ValueError as error:
         sys.exit(str(error))
     for name in {text.partition("=")[0] for text in given.parts} - parts.keys():

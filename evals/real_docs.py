@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from evals.charts import is_own
 from evals.shapes import get_config
 from hfkvq.caches import get_scheme, list_schemes
 from hfkvq.caches.cache import DEFAULT_SCHEME
@@ -72,11 +73,6 @@ def losses(name: str) -> dict[str, dict[str, float]]:
                 "perplexity": 100 * (row["perplexity_ratio"]["value"] - 1),
             }  # fmt: skip
     return found
-
-
-def is_own(preset: str) -> bool:
-    """True for hfkvq's own presets."""
-    return preset.startswith(("best-", "trellis-"))
 
 
 def ladder() -> list[str]:
@@ -168,7 +164,7 @@ def picture(path: Path) -> None:
     """Divergence against bits: Qwen2.5 with names and intervals, SmolLM2 in grey behind it."""
     from matplotlib.lines import Line2D
 
-    from evals.charts import BLUE, GREY, RED, new_figure
+    from evals.charts import BLUE, GREY, RED, new_figure, save_figure
     from evals.frontier import write_names
 
     figure, grid = new_figure(8.6, 5.2)
@@ -208,4 +204,4 @@ def picture(path: Path) -> None:
     handles = [Line2D([], [], color=color, marker=mark, linestyle="none", label=label) for color, mark, label in kinds]
     axes.legend(handles=handles, frameon=False, loc="upper right", fontsize=9)
     write_names(axes, places, colors, {name for name in colors if is_own(name)})
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)

@@ -20,7 +20,7 @@ FlashAttention where there is one. All caches have as many bytes; those of schem
 windows for as many requests of the kind's mean length as there is room for. A row is written to --json when it is done,
 and none begins after --budget seconds.
 
-`evals/docs.py --write` draws results/serving.png and writes the tables of docs/serving.md.
+`evals/docs.py --write` draws results/serving.svg and writes the tables of docs/serving.md.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def table(rows: dict[tuple[str, str, str], dict[str, Any]]) -> str:
 
 def picture(rows: dict[tuple[str, str, str], dict[str, Any]], path: Path) -> None:
     """Tokens per second by users, and requests at a time in the same bytes."""
-    from evals.charts import BLUE, GREEN, GREY, ORANGE, PINK, RED, new_figure
+    from evals.charts import BLUE, GREEN, GREY, ORANGE, PINK, RED, new_figure, save_figure
 
     schemes = list(dict.fromkeys(scheme for *_, scheme in rows))
     ours: tuple[str, ...] = (BLUE, RED, GREEN, ORANGE, PINK)
@@ -346,7 +346,7 @@ def picture(rows: dict[tuple[str, str, str], dict[str, Any]], path: Path) -> Non
     held.legend(
         list(once.values()), list(once), loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False
     )
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def rows(files: Sequence[Path]) -> dict[tuple[str, str, str], dict[str, Any]]:

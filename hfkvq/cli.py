@@ -205,7 +205,7 @@ def warm(
         str | None,
         typer.Option(help=r"Model, as in other commands; only its config is read. \[default: the reference model]"),
     ] = None,
-    dtype: Annotated[WarmDType, typer.Option(help="WarmDType of the model.")] = WarmDType.bfloat16,
+    dtype: Annotated[WarmDType, typer.Option(help="Dtype of the model.")] = WarmDType.bfloat16,
     gpu: Annotated[
         str, typer.Option(help="GPU to compile for: current, or e.g. sm_90, which need not be in this machine.")
     ] = CURRENT,

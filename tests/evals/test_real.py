@@ -24,6 +24,26 @@ def test_what_is_there_is_not_run_again(tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_missing_data_are_told_before_work_begins(tmp_path, monkeypatch):
+    monkeypatch.delenv("HFKVQ_DATA", raising=False)
+    real.check_data(["kld8k", "gsm8k", "longbench"], None)
+    with pytest.raises(ValueError, match=r"no folder is named, which must have ruler/niah_multikey_3_4096.jsonl"):
+        real.check_data(["ruler4k"], None)
+    with pytest.raises(ValueError, match=r"must have gsm8k/train.jsonl \(gsm8k\), gsm8k/test.jsonl"):
+        real.check_data(["kld8k", "gsm8k", "gsm8k"], str(tmp_path))
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "train.jsonl").touch()
+    (tmp_path / "gsm8k" / "test.jsonl.gz").touch()
+    real.check_data(["gsm8k"], str(tmp_path))
+    monkeypatch.setenv("HFKVQ_DATA", str(tmp_path))
+    with pytest.raises(ValueError, match=r"math/math500.jsonl"):
+        real.check_data(["gsm8k", "math500"], None)
+    monkeypatch.setattr("sys.argv", ["real.py", "--model", "reference", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=r"data: .* humaneval/HumanEval.jsonl \(humaneval\)"):
+        real.main()
+    assert not (tmp_path / "out" / "logs").exists()
+
+
 def test_values_of_questions():
     for values, packed in (([1.0, 0.0, 1.0], "101"), ([1.0, 0.25], [1.0, 0.25])):
         assert pack(values) == packed

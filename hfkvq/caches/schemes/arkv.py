@@ -61,7 +61,7 @@ class Arkv(TieredEviction):
     presets = {
         "arkv": Entry(
             "A fixed budget per KV head: tokens stay whole, are quantized or evicted, by the attention they receive.",
-            lists=("demo", "fit"),
+            lists=("fit",),
         ),
         "arkv-origin": Entry(
             "ARKV's baseline: eviction only, with all kept tokens in 16 bits.", {"tiers": "origin"}, group="baseline"

@@ -49,7 +49,7 @@ class Kivi(Scheme):
         "kivi-2": Entry(
             "2 bits for all keys and values: the baseline of most papers.",
             {"bits": 2},
-            ("demo", "kld", "fit"),
+            ("kld", "fit"),
         ),
         "kivi-4": Entry(
             "4 bits for all keys and values, in groups of 32: little loss, for 5 bits.",

@@ -13,7 +13,7 @@ from torch import Tensor
 from hfkvq.measure.models import Source, find_model, load_model, load_tokenizer
 from hfkvq.measure.reference import Example, evaluation_set, is_plain, with_outliers
 
-SIZES = {"recall": "recall-80", "arithmetic": "arithmetic-6", "tools": "tools"}
+SIZES = {"recall": "recall-80", "arithmetic": "arithmetic-3", "tools": "tools"}
 SIZES |= {"passkey": "passkey-512", "needle": "needle-512", "copy": "copy-256"}
 """Tasks by their short names, with the sizes that the demo takes for them."""
 
