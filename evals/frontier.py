@@ -24,9 +24,10 @@ FILES = (
     "kld-smollm2-h200.json",
     "kld-smollm2-budgets-h200.json",
     "kld-smollm2-heavy-layer-h200.json",
+    "kld-smollm2-trellis-h100.json",
     "kld-smollm2-trellis-h200.json",
 )
-"""Older first."""
+"""Files of the same windows; of a cache that several have, the newest counts."""
 
 HEAD_DIM = 64
 """Shape of SmolLM2-135M: 30 layers, 3 KV heads."""
@@ -47,9 +48,11 @@ HEAD = ("cache", "long context", "total bits", "KLD", "95 %", "99.9 %", "top-1",
 
 def rows() -> list[dict[str, Any]]:
     """Every row once, those of presets first, then by divergence."""
+    records = [json.loads((RESULTS / name).read_text(encoding="utf-8")) for name in FILES]
+    assert len({record["text"]["tokens_sha256"] for record in records}) == 1
     found = {}
-    for name in FILES:
-        found |= {row["name"]: row for row in json.loads((RESULTS / name).read_text(encoding="utf-8"))["rows"]}
+    for record in sorted(records, key=lambda record: record["date"]):
+        found |= {row["name"]: row for row in record["rows"]}
     return sorted(found.values(), key=lambda row: (":" in row["name"], row["kld"]["mean"]))
 
 
@@ -122,7 +125,8 @@ def picture(path: Path) -> None:
             color = GREY if row.get("simulated") else RED if is_own(name) else BLUE
             mark, size = ("x", 6) if color == GREY else ("D", 8) if color == RED else ("o", 6)
             bits, sides = bits_of_smollm2(row), [[mean - low], [high - mean]]
-            axes.errorbar(bits, mean, sides, fmt=mark, color=color, markersize=size, elinewidth=1.3, alpha=0.9)
+            fill = {"markerfacecolor": "white"} if earlier(row) else {}
+            axes.errorbar(bits, mean, sides, fmt=mark, color=color, markersize=size, elinewidth=1.3, **fill)
             places.append((name, (bits, mean)))
             colors[name] = BLACK if color == GREY else color
     axes.set(yscale="log", xlim=(1.3, 6.4), ylim=(0.0011, 0.45))
@@ -135,6 +139,8 @@ def picture(path: Path) -> None:
     kinds = ((RED, "D", "hfkvq's own presets"), (BLUE, "o", "published methods, in hfkvq"))
     kinds += ((GREY, "x", "other methods, simulated"),)
     handles = [Line2D([], [], color=color, marker=mark, linestyle="none", label=label) for color, mark, label in kinds]
+    hollow = {"color": BLACK, "marker": "o", "markerfacecolor": "white", "linestyle": "none"}
+    handles.append(Line2D([], [], **hollow, label="hollow: options have changed since"))
     handles.append(Line2D([], [], color=BLACK, marker="|", markersize=10, linestyle="none", label="95 % interval"))
     axes.legend(handles=handles, frameon=False, loc="upper right", fontsize=9)
     write_names(axes, places, colors, {name for name in colors if is_own(name)})
