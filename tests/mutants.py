@@ -53,7 +53,6 @@ TESTS = {
     "rows": (
         f"{CONTRACT}::test_moved_rows_are_the_rows_fed_alone",
         f"{LAYER} -k share_a_page",
-        f"{CONTRACT}::test_reorder_at_every_step",
         "tests/caches/test_sliding.py tests/caches/test_whole.py tests/caches/test_arkv.py",
     ),
     "routing": ("tests/caches/test_routing.py", "tests/caches/test_triaxial.py tests/caches/test_requantize.py"),

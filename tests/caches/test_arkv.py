@@ -90,16 +90,6 @@ class TestEquations:
             found = token_scores(seen, past, 2.0, joint)[:, :8]
             assert_close(found, token_scores(alone, all_past, 2.0, joint))
 
-    def test_scores_as_the_equation_has_them(self):
-        """Eq. (9), computed as it stands, of two rows of three query heads."""
-        probs = torch.rand(2, 3, 4, 9).softmax(-1)
-        seen = paid(probs, torch.ones(2, 4, dtype=torch.bool))
-        past = (torch.arange(9) < 9).expand(2, -1)
-        each = [probs[n, :, :, k].flatten() for n in range(2) for k in range(9)]
-        score = torch.stack([x.mean() + 5.0 * x.var() for x in each]).view(2, 9)
-        near = torch.nn.functional.pad(score, (2, 2)).unfold(1, 5, 1).mean(-1)
-        assert_close(token_scores(seen, past, 5.0, joint=True), near)
-
     def test_statistics_of_the_code(self):
         """E = 2 ln 2; V = .125 twice; κ: two points are one deviation from their mean, so 1 wherever they differ."""
         probs = torch.zeros(1, 1, 2, 4)
@@ -332,17 +322,6 @@ def generate(model, cache, ids, mask=None, **more):
         do_sample=False,
         **more,
     )
-
-
-def test_left_padding_and_beams_in_models():
-    model, ids = build("gpt-oss"), prompt(2, 60)
-    mask = torch.ones_like(ids)
-    mask[1, :11] = 0
-    together = generate(model, ARKVCache(model, **TIGHT), ids, mask)
-    for i, pad in enumerate((0, 11)):
-        alone = generate(model, ARKVCache(model, **TIGHT), ids[i : i + 1, pad:])
-        assert together[i, 60:].tolist() == alone[0, 60 - pad :].tolist()
-    assert generate(model, ARKVCache(model, **TIGHT), ids, mask, num_beams=3).shape == (2, 80)
 
 
 def test_attention_that_hides_its_queries_evicts_nothing(caplog):

@@ -116,21 +116,6 @@ def test_16_bits_while_there_is_room(model):
         torch.testing.assert_close(layer.keys, theirs.keys, rtol=1e-5, atol=1e-5)
 
 
-def test_goes_down_the_ladder_within_the_budget(model, monkeypatch):
-    cache = MixedKVCache(model, memory=900_000, graphs=False)
-    stood = []
-    with watched(cache, monkeypatch) as peaks:
-        for n in range(12):
-            forward(model, cache, prompt(1, 90 if n % 3 else 1))
-            stood.append(cache.budget.rungs)
-            assert held(cache) == cache.memory().total <= 900_000
-            cache.integrity_check()
-    assert stood[0] == ((0, 0),) * LAYERS
-    assert stood[-1] > stood[0]
-    assert cache.get_seq_length() == 724
-    assert max(peaks) > 600_000
-
-
 def test_buffers_move_once_for_many_tokens(model, monkeypatch):
     """Until the ladder ends, a move makes room for a page at least: tokens that come singly do not move all layers."""
     cache = MixedKVCache(model, memory=500_000, graphs=False)
@@ -610,33 +595,6 @@ def test_a_prompt_in_chunks_and_steps_of_generate_forget(shallow):
     cache.integrity_check()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize(
-    ("limit", "options"), [(1_440_000, {"prompt_lookup_num_tokens": 5}), (2_600_000, {"num_beams": 3})]
-)
-@pytest.mark.parametrize("graphs", [False, True])
-def test_modes_that_change_rows_and_lengths_forget(shallow, limit, options, graphs):
-    cache = MixedKVCache(shallow, memory=limit, evict="snapkv", graphs=graphs)
-    ids = prompt(1, 60).repeat(1, 24)
-    options |= {"prefill_chunk_size": 60, "max_new_tokens": 24, "do_sample": False}
-    shallow.generate(ids, past_key_values=cache, **options)
-    assert cache.evicted
-    assert held(cache) <= limit
-    cache.integrity_check()
-
-
-@pytest.mark.usefixtures("captured")
-def test_captured_steps_forget(shallow):
-    cache = forgetting(shallow)
-    before = cache.evicted
-    for _ in range(40):
-        assert forward(shallow, cache, prompt(1, 1)).isfinite().all()
-        assert held(cache) <= ROOM
-    assert cache.evicted > before
-    cache.integrity_check()
-
-
 def test_a_step_that_fails_while_it_forgets(shallow):
     """Layers that have forgotten and others that have not yet: the next attempt finishes."""
     model, cache = shallow, forgetting(shallow, graphs=False)
@@ -655,32 +613,6 @@ def test_a_step_that_fails_while_it_forgets(shallow):
     assert same_bits(bits(cache), bits(again))
     forward(model, again, prompt(1, 60))
     again.integrity_check()
-
-
-def test_what_is_left_can_be_saved_copied_and_taken_back_a_little(shallow, tmp_path):
-    model, cache = shallow, forgetting(shallow, graphs=False)
-    cache.save(tmp_path / "cache.safetensors")
-    others = [
-        copy.deepcopy(cache),
-        MixedKVCache.load(tmp_path / "cache.safetensors", model, memory=cache.memory_limit, evict="snapkv"),
-        # Without a budget, it holds what it holds.
-        MixedKVCache.load(tmp_path / "cache.safetensors", model),
-    ]
-    expected = forward(model, cache, prompt(1, 1))
-    for other in others:
-        assert other.evicted == cache.evicted
-        torch.testing.assert_close(forward(model, other, prompt(1, 1)), expected, rtol=1e-4, atol=1e-4)
-    # A change of lengths copies windows, for which the budget has to have room.
-    cache.memory_limit = "64MiB"
-    cache.crop(-1)
-    before = bits(cache)
-    with pytest.raises(NotImplementedError, match="crop: cannot remove 200 tokens, since a trim has evicted"):
-        cache.crop(-200)
-    assert same_bits(before, bits(cache))
-    cache.reset()
-    assert cache.evicted == 0
-    forward(model, cache, prompt(1, 90))
-    cache.integrity_check()
 
 
 def bits(cache):
@@ -710,29 +642,6 @@ def test_many_histories(monkeypatch, tmp_path):
                 History(seed, patch, tmp_path).run(14)
         except BaseException as error:
             raise AssertionError(f"history {seed}: {error}") from error
-
-
-@pytest.mark.parametrize(
-    ("verb", "given", "rows"), [("batch_repeat_interleave", 2, 4), ("batch_select_indices", torch.tensor([1]), 1)]
-)
-def test_rows_of_a_long_context_change_within_the_budget(verb, given, rows):
-    """New rows are held twice beside the old ones; a limit that allows less takes the cache down, or refuses."""
-    model = build("llama", num_hidden_layers=2, max_position_embeddings=4096)
-    whole, allowed = MixedKVCache(model, memory="64MiB", graphs=False), 0
-    forward(model, whole, prompt(2, 1000))
-    for share in (1.5, 2.5, 3, 4, 4.5, 5.5):
-        cache = copy.deepcopy(whole)
-        cache.budget.limit = int(share * held(whole))
-        try:
-            cache.budget.before_change(cache, rows, verb == "batch_select_indices")
-        except ValueError:
-            continue
-        before = held(cache)
-        with Live() as live:
-            getattr(cache, verb)(given)
-        assert before + live.peak <= cache.memory_limit
-        allowed += 1
-    assert allowed > 2
 
 
 # Failures half-way, and refusals.

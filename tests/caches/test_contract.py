@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
-import pickle
 
 import pytest
 import torch
@@ -57,8 +55,6 @@ OVER_BUDGET = (
 EVERYTHING = CASES | {f"{name} over budget": evicting()[name] for name in OVER_BUDGET}
 EVERYTHING["arkv over budget"] = small("arkv", budget_tokens=40, window=8)
 
-# What holds whatever has been evicted.
-on_everything = pytest.mark.parametrize("scheme", EVERYTHING.values(), ids=EVERYTHING.keys())
 on_every_preset = pytest.mark.parametrize("name", distinct())
 
 LAYOUTS = [name for name in by_layout() if name not in ALIKE]
@@ -82,7 +78,6 @@ OF_FAMILIES = {"kitty-wide": small("kitty", page_size=8, local_length=37)} | {
 }
 CASES_OF_FAMILIES = {name: scheme for name, scheme in OF_FAMILIES.items() if name in CASES}
 on_every_case_of_families = pytest.mark.parametrize("scheme", CASES_OF_FAMILIES.values(), ids=CASES_OF_FAMILIES.keys())
-on_everything_of_families = pytest.mark.parametrize("scheme", OF_FAMILIES.values(), ids=OF_FAMILIES.keys())
 
 
 def on_every_third(cases, first):
@@ -158,30 +153,6 @@ def test_fused_attention_is_attention_over_dense(name, backend, device):
     assert (crossed >= page).all() if backend == "reference" else crossed.any()
 
 
-@on_every_third(CASES, 0)
-def test_decode_output_is_attention_with_the_new_token_whole(scheme):
-    """A call attends before it seals: what came out used new tokens as they came. Steps, then a second prompt."""
-    layer = make(scheme)
-    own = row(3, 92)
-    feed(layer, [own], [41])
-    for new in (*(slice(i, i + 1) for i in range(41, 52)), slice(52, 92)):
-        queries, keys, values = join([own[new]])
-        before = [layer.dense(side) for side in ("keys", "values")]
-        expected = attention(
-            queries, torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2), None, DIM**-0.5
-        )
-        assert_close(forward(layer, queries, keys, values), expected)
-
-
-@on_everything
-def test_prompt_attends_to_itself_unquantized(scheme):
-    layer = make(scheme)
-    own = row(3, 50)
-    (out,) = feed(layer, [own], [50])
-    queries, keys, values = join([own])
-    assert_close(out[None], attention(queries, keys, values, None, DIM**-0.5))
-
-
 # Prompts of other schemes are cut in `test_chunks_do_not_matter`; here one of each family is enough.
 @on_every_case_of_families
 def test_prompts_of_every_length(scheme):
@@ -237,23 +208,6 @@ def test_dense_is_close_to_what_was_given(scheme):
 # Rows and padding.
 
 
-@on_every_third(EVERYTHING, 1)
-def test_padded_row_is_the_same_row_alone(scheme):
-    """Codes, scales and windows bit for bit: padding leaves no trace."""
-    page = unit(scheme)
-    rows, pads = [row(i, 60) for i in (1, 2, 3)], [0, 7, page + 2]
-    layer = make(scheme)
-    # Every row crosses a border of its pages.
-    steps = [1, 8, 6, 1]
-    outs = feed(layer, rows, [44, *steps], pads)
-    for i, pad in enumerate(pads):
-        alone = make(scheme)
-        (out,) = feed(alone, [rows[i][: 60 - pad]], [44 - pad, *steps])
-        assert_same_bits(stored(layer, i), stored(alone, 0))
-        assert start_of(layer, i) == pad
-        assert_close(outs[i], out)
-
-
 def _life(scheme):
     """One layer through all that happens to a cache; outputs, and what is stored after the prompt and at the end."""
     layer, outs = make(scheme), []
@@ -304,24 +258,6 @@ def test_chunks_do_not_matter(scheme):
             assert_same_bits(stored(layer, i), stored(alone[i], 0))
         valid = torch.arange(80) >= torch.tensor(pads)[:, None]
         assert_dense_agrees(layer, torch.stack([x.queries[:, :1] for x in rows]), valid[:, None, None])
-
-
-@on_every_case_of_families
-def test_hole_in_a_row_widens_no_scale(scheme):
-    """Right padding inside a prompt holds its neighbour's vector, however large what stands there is."""
-    own, tokens = row(1, 60), 50
-    queries, keys, values = (x.clone() for x in join([own[:tokens]]))
-    valid = torch.ones(1, tokens, dtype=torch.bool)
-    valid[:, 20:26] = False
-    clean = [x.clone() for x in (keys, values)]
-    for x in clean:
-        x[:, :, 20:26] = x[:, :, 19:20]
-    for x in (keys, values):
-        x[:, :, 20:26] = 1e4
-    layer, expected = make(scheme), make(scheme)
-    forward(layer, queries, keys, values, valid)
-    forward(expected, queries, *clean)
-    assert_same_bits(stored(layer, 0), stored(expected, 0))
 
 
 @pytest.mark.parametrize("name", ["arkv", "kitty-pro", "mixkvq", "saw-int4", "triaxial"])
@@ -428,30 +364,6 @@ def test_moved_rows_are_the_rows_fed_alone(scheme):
         _assert_moved(layer, scheme, order)
 
 
-@on_everything_of_families
-def test_reorder_at_every_step(scheme):
-    """As beam search does: a new order at each token, over a page border."""
-    layer, rows, pads = _started(scheme)
-    generator = torch.Generator().manual_seed(5)
-    histories, leads = [rows[i][: 50 - pads[i]] for i in range(3)], list(pads)
-    prefix = [len(x) for x in histories]
-    for step in range(16):
-        order = torch.randint(0, 3, (3,), generator=generator)
-        layer.reorder_cache(order)
-        new = [row(1000 + 3 * step + i, 1) for i in range(3)]
-        histories = [
-            Row(*(torch.cat([getattr(histories[o], s), getattr(n, s)], 1) for s in ("queries", "keys", "values")))
-            for o, n in zip(order.tolist(), new, strict=True)
-        ]
-        leads, prefix = [leads[o] for o in order.tolist()], [prefix[o] for o in order.tolist()]
-        _continue(layer, new, leads, [1], 50 + step)
-    for b in range(3):
-        alone = make(scheme)
-        # Where nothing is evicted it does not matter how tokens come: `test_chunks_do_not_matter`.
-        feed(alone, [histories[b]], [prefix[b] - 1, *[1] * 17] if scheme.evicts else [prefix[b] + 16])
-        assert_same_bits(stored(layer, b), stored(alone, 0))
-
-
 @on_every_case_of_families
 def test_full_pages_are_shared_not_copied(scheme):
     """Repeating rows adds tables, windows and room, but no page changes."""
@@ -481,76 +393,6 @@ def test_crop_into_shared_pages_parts_the_rows(scheme):
         alone[b].crop(-17)
         _continue(alone[b], [tails[b]], [0], CROSSING, 43)
         assert_same_bits(stored(layer, b), stored(alone[b], 0))
-
-
-# Over time.
-
-
-@pytest.mark.parametrize(
-    ("scheme", "capacity"), list(zip(OF_FAMILIES.values(), itertools.cycle([None, 100]))), ids=OF_FAMILIES
-)
-def test_reset_reuses(scheme, capacity):
-    """A fixed capacity keeps its pages over a reset, but not the rows that shared them."""
-    layer, fresh = make(scheme, capacity=capacity), make(scheme, capacity=capacity)
-    feed(layer, [row(1, 60), row(2, 60)], [50, 4, 1], [0, 5])
-    layer.reorder_cache(torch.tensor([0, 0]))
-    layer.reset()
-    assert layer.get_seq_length() == 0
-    rows = [row(3, 40), row(4, 40)]
-    outs = [feed(x, rows, [34, 1, 4, 1], [9, 0]) for x in (layer, fresh)]
-    for i in range(2):
-        assert_same_bits(stored(layer, i), stored(fresh, i))
-        assert_close(outs[0][i], outs[1][i])
-
-
-@on_everything_of_families
-def test_deepcopy_is_independent(scheme):
-    """Prefix reuse: a copy that goes on leaves the original as it was, and the other way round."""
-    own = row(1, 90)
-    layer = make(scheme)
-    feed(layer, [own], [50] + [1] * 5)
-    held = stored(layer, 0)
-    twin = copy.deepcopy(layer)
-    mine, others = ({x.data_ptr() for x in each.store.tensors() if x.numel()} for each in (layer, twin))
-    assert not mine & others
-    out = _continue(twin, [own[55:75]], [0], CROSSING, 55)
-    assert_same_bits(stored(layer, 0), held)
-    assert_close(_continue(layer, [own[55:75]], [0], CROSSING, 55), out)
-    assert_same_bits(stored(layer, 0), stored(twin, 0))
-
-
-@pytest.mark.parametrize(
-    ("name", "road"),
-    [
-        *((each, "save") for each in OF_EACH_SCHEME),
-        *((each, "pickle") for each in ("kitty-pro", "arkv")),
-    ],
-)
-def test_saved_cache_goes_on(name, road, tmp_path):
-    model = build("llama")
-    cache = MixedKVCache(model, small(name))
-    ids = prompt(2, 56)
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
-    with torch.no_grad():
-        model(ids[:, :50], attention_mask=mask[:, :50], past_key_values=cache)
-        if road == "save":
-            cache.save(tmp_path / "cache", ids[:, :50])
-            loaded = MixedKVCache.load(tmp_path / "cache", model)
-            assert torch.equal(loaded.saved_ids, ids[:, :50])
-        else:
-            # Pickling is how `torch.save` writes it.
-            loaded = pickle.loads(pickle.dumps(cache))
-        assert loaded.get_seq_length() == 50
-        assert loaded.scheme == cache.scheme
-        # Over a border.
-        for i in range(50, 54):
-            logits = [
-                model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=x).logits
-                for x in (cache, loaded)
-            ]
-            assert torch.equal(*logits)
-    assert str(loaded.memory()) == str(cache.memory())
 
 
 # Taking tokens back.
@@ -779,18 +621,3 @@ def test_fixed_capacity_never_moves(scheme):
     feed(grown, rows, [100], [0, 7])
     for i in range(2):
         assert_same_bits(stored(layer, i), stored(grown, i))
-
-
-@on_everything_of_families
-def test_exceeding_the_capacity_changes_nothing(scheme):
-    layer = make(scheme, capacity=50)
-    feed(layer, [row(1, 45)], [40] + [1] * 5)
-    held = stored(layer, 0)
-    for t in (6, 500):
-        with pytest.raises(ValueError, match=r"max_cache_len: 45 tokens and \d+ new ones exceed the capacity of 50"):
-            forward(layer, *join([row(2, t)]))
-        assert layer.get_seq_length() == 45
-        assert layer.staged is None
-        assert_same_bits(stored(layer, 0), held)
-    forward(layer, *join([row(2, 5)]))
-    assert layer.get_seq_length() == 50

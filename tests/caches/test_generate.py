@@ -147,23 +147,6 @@ def test_lossless_is_dynamic_cache(family, mode):
 
 
 @pytest.mark.parametrize(
-    ("family", "mode", "attention"),
-    [
-        *(
-            ("llama", mode, attention)
-            for mode, attention in (("beams", "sdpa"), ("turns", "eager"), ("lookup", "sdpa"))
-        ),
-        *((family, "padding", "sdpa") for family in ("gemma3", "deepseek-v3")),
-        ("gpt-oss", "padding", "eager"),
-    ],
-)
-def test_lossless_without_attaching(family, mode, attention):
-    """Stock sdpa is intercepted; eager gets dequantized tensors."""
-    expected = reference(family, attention, MODES[mode])
-    assert torch.equal(ours(family, attention, MODES[mode]), expected)
-
-
-@pytest.mark.parametrize(
     ("family", "mask"),
     [
         *((family, True) for family in FAMILIES if family not in (*LIKE_LLAMA, "qwen3-next")),

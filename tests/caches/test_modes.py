@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from hfkvq import MixedKVCache
 from hfkvq.caches.attention.interface import hfkvq_attention
 from hfkvq.caches.base.model_calls import with_cache
-from tests.caches.driver import OF_EACH_SCHEME, assert_same_bits, distinct, row, small, stored
+from tests.caches.driver import OF_EACH_SCHEME, assert_same_bits, row, small, stored
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
 from tests.caches.test_generate import forwards
@@ -125,17 +125,6 @@ def test_modes_that_change_in_a_life(turn, name, driver, request):
     assert driver != "captured" or PythonGraph.made or make().graphs is None
     turn %= len(modes)
     assert_same(live(MODEL(), make, itertools.cycle(modes[turn:] + modes[:turn])), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("driver", DRIVERS)
-@pytest.mark.parametrize("name", distinct())
-def test_modes_change_nothing(name, driver, request):
-    """Each mode for a whole life."""
-    make = maker(name, driver, request)
-    expected = live(MODEL(), make, itertools.repeat(contextlib.nullcontext))
-    for mode in MODES.values():
-        assert_same(live(MODEL(), make, itertools.repeat(mode)), expected)
 
 
 @pytest.mark.parametrize(("turn", "name"), list(enumerate(OF_EACH_SCHEME)))

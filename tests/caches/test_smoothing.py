@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 
 import pytest
@@ -112,35 +111,6 @@ def test_padded_rows_are_as_alone():
     for row, pad in enumerate(pads):
         alone = fed(model, MixedKVCache(model, small("saw-int4")), ids[row : row + 1, pad:], 50 - pad, 1)
         torch.testing.assert_close(together[row : row + 1, pad:], alone, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("name", "capacity"), [("saw-int4", None), ("int4", 100), ("arkv", None)])
-def test_rows_are_taken_copied_and_cropped(name, capacity, model):
-    ids = prompt(3, 64)
-    cache = MixedKVCache(model, small(name), max_cache_len=capacity)
-    fed(model, cache, ids, 50)
-    cache.reorder_cache(torch.tensor([2, 0, 0]))
-    copied, chosen = copy.deepcopy(cache), copy.deepcopy(cache)
-    chosen.batch_select_indices(torch.tensor([0, 2]))
-    assert torch.equal(vectors(copied), vectors(cache))
-    more = prompt(3, 5, seed=3)
-    expected = fed(model, cache, more, 1, 1)
-    assert torch.equal(fed(model, copied, more, 1, 1), expected)
-    torch.testing.assert_close(fed(model, chosen, more[[0, 2]], 1, 1), expected[[0, 2]], rtol=1e-4, atol=1e-4)
-    # A cache that is used again takes vectors anew.
-    cache.reset()
-    assert all(layer.smoothing is None for layer in cache.compressed_layers)
-    if name != "arkv":
-        cache.activate_past_recording()
-    fed(model, cache, ids)
-    assert cache.compressed_layers[0].smoothing is not None
-    if name != "arkv":
-        # What was due is sealed by the first of these.
-        fed(model, cache, more, 1, 1)
-        cache.crop(-5)
-        again = fed(model, cache, more, 1, 1)
-        cache.crop(-5)
-        torch.testing.assert_close(fed(model, cache, more, 1, 1), again, rtol=1e-4, atol=1e-4)
 
 
 def test_keys_of_a_cache_are_the_models(model):

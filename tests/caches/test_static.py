@@ -6,11 +6,10 @@ import copy
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig, DynamicCache
 
 from hfkvq import MixedKVCache, get_scheme
-from tests.caches.driver import DIM, OwnChoice, assert_same_bits, small, stored
+from tests.caches.driver import DIM, OwnChoice, small
 from tests.caches.models import build, prompt
 from tests.caches.test_generate import FULL, _generate
 
@@ -55,29 +54,6 @@ def run(model, forward, cache, steps, ids, mask):
     return torch.cat(found, 1)
 
 
-# `test_graphs` runs all of `SCHEMES`, without a compiler.
-@pytest.mark.parametrize("name", ["arkv", pytest.param("kitty", marks=pytest.mark.slow)])
-def test_one_graph_serves_every_length(name):
-    """Across many page borders, and trims: the tokens and the bits of eager steps, and of a cache that grows."""
-    model, (ids, mask) = build("llama", num_hidden_layers=1), padded(2, 30)
-    caches = [MixedKVCache(model, SCHEMES[name], max_cache_len=length, graphs=False) for length in (120, 120, None)]
-    assert [cache.is_compileable for cache in caches] == [True, True, False]
-    counter = CompileCounter()
-    forwards = (torch.compile(model.forward, backend=counter, fullgraph=True), model.forward, model.forward)
-    found = [run(model, f, cache, 24, ids, mask) for f, cache in zip(forwards, caches, strict=True)]
-    assert counter.frame_count == 1
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-    assert [int(cache.get_seq_length()) for cache in caches] == [54] * 3
-    for cache in caches:
-        cache.memory()
-    for row in (0, 1):
-        for a, b in zip(caches[0].layers, caches[1].layers, strict=True):
-            assert_same_bits(stored(a, row), stored(b, row))
-        # Later layers' keys come from sums over other numbers of columns.
-        assert_same_bits(stored(caches[0].layers[0], row), stored(caches[2].layers[0], row))
-
-
 def compiling(backend):
     config = CompileConfig(backend=backend, mode=None, fullgraph=True)
     config._compile_all_devices = True
@@ -117,19 +93,6 @@ def test_generate_compiles_by_itself():
         assert int(cache.get_seq_length()) == 0
     assert len(addresses) == 1
     assert len(graphs) == 1
-
-
-@pytest.mark.slow
-def test_another_cache_of_the_same_shape_takes_the_same_graph():
-    """A cache for each request is what people write."""
-    model = build("llama", num_hidden_layers=1)
-    counter = CompileCounter()
-    forward = torch.compile(model.forward, backend=counter, fullgraph=True)
-    for rows, graphs in ((2, 1), (2, 1), (3, 2)):
-        cache, grown = (MixedKVCache(model, SCHEMES["kitty"], max_cache_len=n) for n in (90, None))
-        ids, mask = padded(rows, 30)
-        assert torch.equal(run(model, forward, cache, 9, ids, mask), run(model, model.forward, grown, 9, ids, mask))
-        assert counter.frame_count == graphs
 
 
 # Room.
@@ -220,26 +183,3 @@ def test_families_compile(family):
             token = prompt(2, 1, seed=i)
             a, b = (f(token, past_key_values=c).logits for f, c in ((forward, cache), (model, other)))
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-# What reviewers found.
-
-
-@pytest.mark.slow
-def test_generate_with_padding_within_rows():
-    """`generate` decides on compilation before the prompt tells of padding, and makes no masks then."""
-    model, ids = build("llama", num_hidden_layers=1), prompt(2, 40)
-    mask = torch.ones_like(ids)
-    mask[1, 15:20] = 0
-    tokens = [
-        model.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=MixedKVCache(model, SCHEMES["arkv"], max_cache_len=160, graphs=False),
-            max_new_tokens=20,
-            do_sample=False,
-            **how,
-        )
-        for how in ({"compile_config": compiling("eager")}, {"disable_compile": True})
-    ]
-    assert torch.equal(*tokens)

@@ -17,25 +17,6 @@ def model():
     return build("llama")
 
 
-@pytest.mark.rounding
-@pytest.mark.parametrize("name", ["arkv", "snapkv", "kitty-pro"])
-def test_chunks_at_fixed_capacity_are_judged(name):
-    """A second prompt and every later one is cut to the budget, as in a cache that grows.
-
-    In one layer: attention sums over other numbers of columns in either cache, and a deeper layer would seal the sums.
-    """
-    model, logits, held = build("llama", num_hidden_layers=1), [], []
-    for capacity in (None, 300):
-        cache, ids = MixedKVCache(model, small(name), max_cache_len=capacity), prompt(1, 240)
-        with torch.no_grad():
-            out = [model(ids[:, at : at + 80], past_key_values=cache).logits for at in range(0, 240, 80)]
-        logits.append(torch.cat(out, 1))
-        held.append([layer.store.row_lengths.tolist() for layer in cache.layers])
-        cache.integrity_check()
-    assert held[0] == held[1]
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
-
-
 def test_a_refused_crop_changes_no_layer(model):
     cache = MixedKVCache(model, small("arkv", budget_tokens=48), layers={"0": "full"})
     with torch.no_grad():
