@@ -2,10 +2,7 @@
 
 import json
 
-import pytest
-
 from evals import generate
-from evals.shapes import get_config
 
 
 def test_rows_of_steps_and_calls(stand_in, tmp_path, capsys):
@@ -27,23 +24,3 @@ def test_rows_of_steps_and_calls(stand_in, tmp_path, capsys):
     record = generate.main(["--model", str(stand_in), *arguments])
     (row,) = record["rows"]
     assert (row["kind"], row["new_tokens"], len(row["calls_s"])) == ("whole", 3, 2)
-
-
-def test_what_fails_is_a_row(stand_in, monkeypatch):
-    def full(decoder, steps):
-        raise RuntimeError("CUDA out of memory.\nMore about it.")
-
-    monkeypatch.setattr(generate.Decoder, "timed", full)
-    arguments = "--cases 1x24 --alone --dtype float32 --caches dynamic,kivi-2".split()
-    rows = generate.main(["--model", str(stand_in), *arguments])["rows"]
-    assert [row["error"] for row in rows] == ["RuntimeError: CUDA out of memory. More about it."] * 2
-    assert all(row["oom"] for row in rows)
-
-
-def test_names_and_configs():
-    with pytest.raises(ValueError, match="kity"):
-        generate.engine_of("kity:eager")
-    with pytest.raises(ValueError, match="model: got 'qwen9'"):
-        get_config("qwen9")
-    config = get_config("qwen3-8b", 3)
-    assert (config.num_hidden_layers, len(config.layer_types)) == (3, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ from evals.kernel_bench import METHOD, Timing, add_speedups, row_of, self_check
 from evals.kernel_cases import Shape
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels.triton import configs
-from tests.command import flat, printed
+from tests.command import printed
 
 CPU = torch.device("cpu")
 SMALL = Shape(1, 8, heads=2, kv_heads=1, head_dim=64)
@@ -136,21 +135,6 @@ SAME = ["--heads", "2", "--kv-heads", "2", "--head-dim", "64"]
 """Heads that plain attention takes without grouping."""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--formats", ""], "formats: got ''"),
-        (["--sizes", "1xabc"], "sizes: got 'abc'"),
-        (["--heads", "6", "--kv-heads", "4"], "heads: got 6, allowed multiples of kv_heads"),
-        (["--queries", "4", "--latents", "16", "--formats", "kitty"], "formats: got 'kitty'"),
-    ],
-)
-def test_wrong_arguments_are_told_before_anything_runs(arguments, message, monkeypatch, pretended_gpu):
-    monkeypatch.setattr(kernels, "self_check", lambda *rest: pytest.fail("kernels ran"))
-    with pytest.raises(ValueError, match=message):
-        kernels.main(arguments)
-
-
 @needs_interpreter
 def test_a_whole_run(pretended_gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(kernels, "self_check", lambda *rest: {"kitty": 0.0})
@@ -171,42 +155,4 @@ def test_a_whole_run(pretended_gpu, monkeypatch, tmp_path, capsys):
     assert "Stopped after 0 minutes" in said
 
 
-def test_tuning_saves_what_it_found(pretended_gpu, monkeypatch, tmp_path, capsys):
-    before = dict(configs.DEFAULTS["decode"])
-    found = kernel_tuning.Finding("decode", "2c128/2t128,D128,N8", before, {**before, "stages": 3}, 0.9)
-
-    def tune(formats, shapes, device, progress, minutes, keep):
-        assert minutes == 0.5
-        keep(found)
-        return [found], 3
-
-    monkeypatch.setattr(kernel_tuning, "tune", tune)
-    kernel_tuning.main([*SAME, "--minutes", "0.5", "--json", str(tmp_path / "found.json")])
-    said = flat(capsys.readouterr().out)
-    assert "1 of 3 variants" in said
-    assert "stages 3" in said
-    assert "-10.0 %" in said
-    assert json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["findings"][0]["share"] == 0.9
-
-
 # Times.
-
-
-@pytest.mark.parametrize(("nbytes", "copies"), [(1000, 1), (400, 1), (399, 2), (100, 4), (1, 400), (0, 400)])
-def test_copies_make_four_caches(nbytes, copies):
-    assert kernels.copies_for(nbytes, 100) == copies
-
-
-def test_quantiles():
-    assert kernels.quantiles([float(x) for x in range(11)]) == pytest.approx((2.0, 5.0, 8.0))
-    assert kernels.quantiles([3.0]) == (3.0, 3.0, 3.0)
-
-
-@pytest.mark.gpu
-def test_a_call_of_twice_the_size_takes_twice_the_time():
-    x = torch.zeros(2**28, dtype=torch.uint8, device="cuda")
-    small, large = (kernels.time_calls([lambda part=x[:size]: part.add_(1)], 20) for size in (2**27, 2**28))
-    assert small.p20 <= small.p50 <= small.p80
-    # Wide bounds: others may use the GPU at the same time.
-    assert 1.3 < large.p50 / small.p50 < 3.0
-    assert small.calls > large.calls >= 1

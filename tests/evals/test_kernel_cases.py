@@ -7,39 +7,16 @@ import torch
 
 from evals.kernel_bench import error_of, shape_of
 from evals.kernel_cases import (
-    DEFAULT_SHAPES,
-    FORMATS,
     RAW,
     Shape,
     as_dict,
     bytes_read,
-    check,
     fill,
-    scheme_of,
 )
 from hfkvq.kernels.arguments import AttentionArguments
 
 CPU = torch.device("cpu")
 SMALL = Shape(2, 517, heads=4, kv_heads=2, head_dim=64)
-
-
-def test_default_formats_exist_and_hold_the_default_heads():
-    check(FORMATS, [Shape(*sizes) for sizes in DEFAULT_SHAPES])
-    assert set(RAW) < set(FORMATS)
-    assert len(set(FORMATS)) == len(FORMATS)
-
-
-@pytest.mark.parametrize(
-    ("name", "spec"),
-    [
-        ("2-bit", "s0;k0;v0;2c128p128/2t128p128"),
-        ("mixkvq-pages", "s32;k0;v0;2c32p128+4x16+16x8/2t32p128"),
-        ("triaxial-pages", "s0;k0;v0;2c32p128/2t32p128|4c32p128/4t32p128"),
-        ("fp8+16", "s0;k0;v0;8t128p128/8t128p128|16t1p128/16t1p128"),
-    ],
-)
-def test_raw_formats_have_the_layout_that_they_say(name, spec):
-    assert scheme_of(name, 128).layout(128, 128).store.spec == spec
 
 
 @pytest.mark.parametrize("name", RAW)
@@ -53,23 +30,6 @@ def test_raw_formats_attend_as_torch_does_to_what_they_hold(name):
     assert error_of(got, exact) < 0.01
     # The pages were quantized, each element to something near.
     assert 0 < error_of(held[0], keys) < 0.6
-
-
-def test_channels_and_tokens_get_the_widths_that_their_shares_say():
-    keys = torch.randn(2, 2, 3, 128, 128)
-    widths = scheme_of("mixkvq-pages", 128).channel_bits(keys, None)
-    assert widths is not None
-    assert [int((widths == bits).sum(-1).unique()) for bits in (2, 4, 16)] == [104, 16, 8]
-    assert widths.float().mean((0, 1, 2)).unique().numel() > 1
-
-    position = torch.arange(10_000, dtype=torch.int32)[None]
-    for name, narrow, share in (("triaxial-pages", 2, 0.7), ("fp8+16", 8, 0.5)):
-        bits = scheme_of(name, 128).token_bits(keys, keys, position)
-        assert bits is not None
-        assert float((bits == narrow).float().mean()) == pytest.approx(share, abs=0.001)
-    store = fill("triaxial-pages", *Shape(1, 4096, heads=1, kv_heads=1, head_dim=32).data(CPU)[1:])
-    # Whole pages: 22 of the 32 are narrow.
-    assert [int(store.counters[2 + 2 * run]) for run in (0, 1)] == [22 * 128, 10 * 128]
 
 
 @pytest.mark.parametrize("name", ["2-bit", "int4", "full", "triaxial-pages", "fp8+16"])

@@ -28,14 +28,6 @@ EACH, AGAIN, MORE = 512 + 64, 512 + 64 + 4 + 64, 64 + 1
 """Tokens of a first turn, a second one from nothing, one behind a cache (which lacks an answer's last token)."""
 
 
-def test_caches_that_fit_go_on(model, tmp_path):
-    row = play(model, "dynamic", args(2**30), tmp_path, 100)
-    assert computed(row) == [3 * EACH, 3 * MORE]
-    assert row["whole"]
-    assert [each["dropped"] for each in row["rounds"]] == [0, 0]
-    assert row["rounds"][1]["kept"] == 3
-
-
 def test_caches_that_went_are_computed_again(model, tmp_path):
     """The budget holds the compressed caches, but two of the three others."""
     cache = DynamicCache(config=model.config)
@@ -47,23 +39,3 @@ def test_caches_that_went_are_computed_again(model, tmp_path):
     assert dynamic["rounds"][0]["dropped"] == 1
     assert all(each["bytes"] <= budget for each in dynamic["rounds"])
     assert computed(play(model, "saw-int4", args(budget), tmp_path, 100)) == [3 * EACH, 3 * MORE]
-
-
-def test_a_store_finds_what_went(model, tmp_path):
-    row = play(model, "saw-int4+store", args(1), tmp_path, 100)
-    assert computed(row) == [3 * EACH, 3 * MORE]
-    assert [each["kept"] for each in row["rounds"]] == [0, 0]
-    assert [each["dropped"] for each in row["rounds"]] == [3, 3]
-
-
-def test_caches_with_a_share_of_the_budget_stay(model, tmp_path):
-    budget = 3 * 2**21
-    row = play(model, "memory", args(budget), tmp_path, 100)
-    assert computed(row) == [3 * EACH, 3 * MORE]
-    assert 0 < row["rounds"][-1]["bytes"] <= budget
-
-
-def test_a_way_ends_with_its_seconds(model, tmp_path):
-    row = play(model, "dynamic", args(2**30), tmp_path, 0)
-    assert len(row["rounds"]) == 1
-    assert not row["whole"]

@@ -1,11 +1,9 @@
 """evals/real.py without a model: the order of jobs, what is resumed, and what a cache lost and gained."""
 
-import json
-
 import pytest
 
 from evals import real
-from evals.real import compare, pack, read_jobs, summary, tables, task_record, unpack
+from evals.real import compare, pack, task_record, unpack
 
 
 def _job(part, preset, right, asked="a"):
@@ -62,30 +60,3 @@ def test_lost_and_gained():
     assert {key: compare(base, other)[key] for key in ("lost", "gained")} == {"lost": 2, "gained": 1}
     with pytest.raises(ValueError, match="other questions"):
         compare(base, _job("gsm8k", "int4", "011000", asked="b"))
-
-
-def test_report(tmp_path):
-    # As many questions as GSM8K has.
-    for preset, right in (("none", "10" * 660), ("kitty", "0" * 1320), ("full", "10" * 660)):
-        real.write(real.job_file(tmp_path, ("gsm8k", preset)), _job("gsm8k", preset, right))
-    real.write(real.job_file(tmp_path, ("math500", "none")), _job("math500", "none", "01"))
-    base = {"perplexity": 3.0}
-    row = {
-        "total_bits": 3.4,
-        "kld": {"mean": 0.004, "interval": None, "median": 0.001, "p999": 0.2},
-        "top1": {"share": 0.98},
-        "perplexity_ratio": {"value": 1.01},
-    }
-    common = {"settings": {}, "about": {"model": "m"}, "part": "kld8k", "baseline": base}
-    real.write(real.job_file(tmp_path, ("kld8k", "none")), {**common, "preset": "none"})
-    real.write(real.job_file(tmp_path, ("kld8k", "full")), {**common, "preset": "full", "row": row})
-    record = summary(read_jobs(tmp_path, list(real.PARTS), real.PRESETS))
-    assert list(record["rows"]) == ["none", "full", "kitty"]
-    assert record["about"] == [{"model": "m"}]
-    assert record["rows"]["kitty"]["gsm8k"]["against_none"]["lost"] == 660
-    # All presets of all parts then have less than 1 MB.
-    assert len(json.dumps(record)) < 10_000
-    text = tables(record)
-    assert "| full | 3.40 | 0.0040 |" in text
-    assert "| kitty | 0.0 (660/0) |  |" in text
-    assert "| none | 50.0 | 50.0 |" in text

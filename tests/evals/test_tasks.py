@@ -1,6 +1,5 @@
 """Tasks in evals/tasks: every YAML names what exists, local and remote rows, and right answers that score 1.0."""
 
-import importlib
 import json
 import logging
 from pathlib import Path
@@ -14,11 +13,9 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from evals.ruler_data import needles
 from evals.tasks import public
 from evals.tasks.common import Task, read_jsonl
 from evals.tasks.long_context import METRICS
-from hfkvq.measure.models import find_model, load_tokenizer
 from hfkvq.measure.reference import reference_path
 
 FOLDER = Path(__file__).resolve().parents[2] / "evals" / "tasks"
@@ -85,21 +82,6 @@ def test_right_solutions_score_one(shared_data, loader, documents, every):
         solution = row.get("solution") or f"So it is {row['gold']}."
         assert public.score_math(row, [f"<think>\\boxed{{-1}}</think>{solution}"]) == {"math_verify": 1.0}
         assert public.score_math(row, ["I do not know."]) == {"math_verify": 0.0}
-
-
-# Upstream sorts five million pairs of words at its import.
-@pytest.mark.slow
-def test_needles_are_the_same_every_time(monkeypatch):
-    pytest.importorskip("wonderwords")
-    # Importing upstream's generator begins a download, which these questions do not need.
-    monkeypatch.setattr(pytest.importorskip("nltk"), "download", lambda *_: False)
-    tokenizer = load_tokenizer(find_model(None))
-    rows = needles(tokenizer, 1024, 2)
-    importlib.import_module("random").random()
-    assert rows == needles(tokenizer, 1024, 2)
-    assert all(row["outputs"][0] in row["input"] and row["length"] <= 1024 for row in rows)
-    assert public.score_ruler(rows[0], [f" {rows[0]['outputs'][0]}."]) == {"score": 100.0}
-    assert public.score_ruler(rows[0], [rows[1]["outputs"][0]]) == {"score": 0.0}
 
 
 def test_reference_model_through_lm_eval(monkeypatch):
