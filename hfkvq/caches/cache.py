@@ -27,7 +27,7 @@ from .base.model_config import head_dim_of, hinders_eviction, stock_layers, text
 from .base.recorded import DeviceSync, is_captured, is_recorded, uneven
 from .budget import Budget, parse_evict, parse_memory
 from .cache_file import below, packed_layer, read_file, unpack_layer, write_file
-from .compile import compile_kernels
+from .compile import compile_kernels, expected_keys
 from .layer_state.query_statistics import QueryStatistics
 from .layer_state.smoothing import layers_that_mix, measure, warn_of_noise
 from .layer_state.update import as_stored
@@ -456,20 +456,31 @@ class MixedKVCache(Cache):
         self._flex = self.config._attn_implementation_internal == "flex_attention"
         if self.graphs is not None and self.compressed_layers[0].store is None:
             self.graphs.before_prompt(key_states)
-        if key_states.is_cuda and self._compressed:
-            kernels = key_states.device, self.compressed_layers[0].record_past
-            if self._compiled != kernels:
-                self._compiled = kernels
-                fused = self.graphs is not None and self.graphs.fuses
-                compile_kernels(self.config, self.compressed_layers, key_states, fused)
-                if self.budget is not None and self.graphs is not None:
-                    self.budget.compile_ladder(self, key_states)
+        self._compile(key_states)
         # A model that never asked for mask sizes has updated the recurrent layers before this one already.
         with self.states.invalidated_on_error():
             self._check_capacity(key_states.shape[2])
         if self._debug:
             self.integrity_check()
             self._untouched = transactions.untouched(self.layers)
+
+    def compile_for(self, model: torch.nn.Module, rows: int) -> None:
+        """Compiles on a GPU what the model's layers will launch, as far as the model tells before they do."""
+        # A budget first looks at the prompt's keys.
+        if self.budget is None and (keys := expected_keys(model, rows)) is not None:
+            self._compile(keys)
+
+    def _compile(self, keys: torch.Tensor) -> None:
+        """Compiles on a GPU what layers with keys (B, H, t, D) launch, if that is not done."""
+        if not keys.is_cuda or not self._compressed:
+            return
+        kernels = keys.device, keys.dtype, keys.shape[1], self.compressed_layers[0].record_past
+        if self._compiled != kernels:
+            self._compiled = kernels
+            fused = self.graphs is not None and self.graphs.fuses
+            compile_kernels(self.config, self.compressed_layers, keys, fused)
+            if self.budget is not None and self.graphs is not None:
+                self.budget.compile_ladder(self, keys)
 
     def _check_even(self) -> None:
         """Raises RuntimeError if a forward has not reached the last layer: tokens come layer by layer."""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from hfkvq.kernels.compile import SEVERAL, Layer, compile_layers
@@ -170,6 +171,20 @@ def compile_kernels(config: PreTrainedConfig, layers: Sequence[Any], keys: torch
         _compile(kinds, keys.dtype, keys.device, layers[0].record_past, around)
     except Exception as error:
         logger.warning(FAILED, error)
+
+
+def expected_keys(model: Any, rows: int) -> torch.Tensor | None:
+    """Keys (rows, H, 0, D) as a model's layers will give them to its cache; None where that is not known.
+
+    Where processes share a model, each has fewer heads, and under autocast keys have another dtype.
+    """
+    shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if shared or not isinstance(model, PreTrainedModel) or torch.is_autocast_enabled(model.device.type):
+        return None
+    found = attention_shape(model.config)
+    if found is None:
+        return None
+    return torch.empty(rows, found[1], 0, found[2], dtype=model.dtype, device=model.device)
 
 
 def compile_rungs(

@@ -198,6 +198,7 @@ class CapturableCache(Protocol):
     @property
     def states(self) -> StatePlaces: ...
 
+    def compile_for(self, model: torch.nn.Module, rows: int) -> None: ...
     def note_step(self, input_ids: Tensor | None) -> None: ...
     def reserve(self, tokens: int) -> None: ...
     def level_pages(self, seen: int | None = None) -> None: ...
@@ -316,7 +317,7 @@ class StepGraphs:
                 done, out = self._run(model, interceptor, cache, step)
             if done:
                 return out
-        with inside_call(), self._fused_prompt(model, interceptor, args, kwargs):
+        with inside_call(), self._fused_prompt(model, interceptor, args, kwargs, cache):
             if not self.states.layers:
                 return model._call_impl(*args, **kwargs)
             before = self.sync.seen
@@ -478,7 +479,12 @@ class StepGraphs:
         return interceptor.fusion.applied(model, compares)
 
     def _fused_prompt(
-        self, model: Any, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        model: Any,
+        interceptor: CallInterceptor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cache: CapturableCache,
     ) -> contextlib.AbstractContextManager[None]:
         """The modules around attention, fused in a call of more tokens than steps have."""
         given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
@@ -488,6 +494,8 @@ class StepGraphs:
             return contextlib.nullcontext()
         if interceptor.fusion is None:
             interceptor.fusion = Fusion()
+        # Kernels of modules before the first attention would be compiled one by one, while they are compared.
+        cache.compile_for(model, given.shape[0])
         return interceptor.fusion.applied(model, True, prompt=True)
 
     def _first(

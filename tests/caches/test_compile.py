@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from hfkvq import MixedKVCache
 from hfkvq.caches import compile
@@ -114,7 +114,7 @@ def test_kernels_are_compiled_before_the_first_layer(monkeypatch):
     config = LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     cache = MixedKVCache(config, "saw-int4", graphs=False)
     keys = [
-        types.SimpleNamespace(is_cuda=device.type == "cuda", device=device, shape=(1, 2, 5, 64))
+        types.SimpleNamespace(is_cuda=device.type == "cuda", device=device, dtype=torch.float16, shape=(1, 2, 5, 64))
         for device in map(torch.device, ("cpu", "cuda:0", "cuda:1"))
     ]
     for each in (keys[0], keys[1], keys[1]):
@@ -124,3 +124,23 @@ def test_kernels_are_compiled_before_the_first_layer(monkeypatch):
     cache._before_first_layer(keys[1])
     cache._before_first_layer(keys[2])
     assert asked == [keys[1].device, keys[1].device, keys[2].device]
+
+
+def test_kernels_are_compiled_before_a_prompt_begins(monkeypatch):
+    """The model tells what its layers will give the cache, so modules before the first attention find their kernels."""
+    monkeypatch.setattr("hfkvq.caches.step_graphs.DEVICES", {"cpu"})
+    seen = []
+
+    def note(self, keys):
+        seen.append((keys.shape[:2], keys.shape[3], keys.dtype, keys.device))
+
+    monkeypatch.setattr(MixedKVCache, "_compile", note)
+    config = LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append("first layer"))
+    with torch.no_grad():
+        model(torch.arange(34).view(2, 17), past_key_values=MixedKVCache(model, "saw-int4"))
+    kernels = (torch.Size((2, 2)), 64, torch.bfloat16, torch.device("cpu"))
+    assert seen == [kernels, "first layer", kernels]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compile.expected_keys(model, 2) is None

@@ -1,24 +1,28 @@
 """Variants of kernels compiled side by side before their first launch, into Triton's cache on disk.
 
 Threads of this process do it, by Triton's `AsyncCompileMode`: MLIR, LLVM and ptxas release Python's lock (in Triton 3.6
-and 3.7). Another process would first import PyTorch for some seconds, and a spawned one would run the user's script
-again where that has no ``__main__`` guard. Variants in Triton's cache are loaded, some hundredths of a second each.
+and 3.7), and what holds it, making IR, is done for one kernel after the other. Another process would first import
+PyTorch for some seconds, and a spawned one would run the user's script again where that has no ``__main__`` guard.
+Variants in Triton's cache are loaded, some hundredths of a second each.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import gc
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from ._lib import Gpu, stand_in
@@ -62,6 +66,70 @@ class Compiled(NamedTuple):
 
     name: str
     error: str
+
+
+class _Thread(threading.local):
+    """A thread's hold on the turn of making IR; None where it has none."""
+
+    turn: threading.Lock | None = None
+
+    def end_turn(self) -> None:
+        """Lets the next thread make its IR."""
+        turn, self.turn = self.turn, None
+        if turn is not None:
+            turn.release()
+
+
+_THREAD = _Thread()
+
+
+class _Source(ASTSource):
+    """Source of a kernel, whose thread lets the next one make its IR when its own is there."""
+
+    def make_ir(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().make_ir(*args, **kwargs)
+        finally:
+            _THREAD.end_turn()
+
+
+class _InTurn:
+    """Executor of compilations: they make their IR in the order of submission, and run side by side from then on.
+
+    Python makes IR, and threads share its lock. If all made theirs at once, the largest kernel would have its IR last,
+    and it takes longest from then on.
+
+    Args:
+        pool: threads.
+        finish: is given each compiled kernel in the thread that has compiled it.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, finish: Callable[[Any], None]) -> None:
+        self._pool, self.finish = pool, finish
+        self._turn, self._waiting = threading.Lock(), deque[tuple[Future[Any], Callable[[], Any]]]()
+
+    def submit(self, compile: Callable[[], Any]) -> Future[Any]:
+        """Future of a compiled kernel, as `triton.AsyncCompileMode` asks for it."""
+        future: Future[Any] = Future()
+        self._waiting.append((future, compile))
+        self._pool.submit(self._run)
+        return future
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        _THREAD.turn = self._turn
+        future, compile = self._waiting.popleft()
+        try:
+            compiled = compile()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            # Launchers and modules of kernels that are done, while others are compiled.
+            _THREAD.end_turn()
+            self.finish(compiled)
+            future.set_result(compiled)
+        finally:
+            _THREAD.end_turn()
 
 
 class _Absent:
@@ -145,12 +213,11 @@ def compile_all(every: Sequence[Wanted], device: torch.device | None) -> list[Co
     here = contextlib.nullcontext() if device is None else torch.cuda.device(device)
     # Threads begin with the first GPU.
     setup: Any = {} if device is None else {"initializer": torch.cuda.set_device, "initargs": (device,)}
-    with _ONE, here, ThreadPoolExecutor(min(MOST, _cores(), len(every)), **setup) as pool:
+    finish = _make_launcher if device is None else _load
+    with _ONE, here, _no_collection(), ThreadPoolExecutor(min(MOST, _cores(), len(every)), **setup) as pool:
         try:
             # In a context of its own: where Triton is interrupted, the mode stays on in it.
-            found = contextvars.copy_context().run(_submit, every, pool)
-            kernels = {id(each): each for each in found if not isinstance(each, Exception)}
-            list(pool.map(_make_launcher if device is None else _load, kernels.values()))
+            found = contextvars.copy_context().run(_submit, every, _InTurn(pool, finish))
         except BaseException:
             # An interrupt waits for kernels that have begun, not for the others.
             pool.shutdown(wait=False, cancel_futures=True)
@@ -159,20 +226,41 @@ def compile_all(every: Sequence[Wanted], device: torch.device | None) -> list[Co
     return [Compiled(each.kernel.__name__, error) for each, error in zip(every, errors, strict=True)]
 
 
-def _submit(every: Sequence[Wanted], pool: ThreadPoolExecutor) -> list[Any]:
+def _submit(every: Sequence[Wanted], pool: _InTurn) -> list[Any]:
     """Each variant's compiled kernel, or the exception that it raised."""
     found: list[Any] = []
-    with triton.AsyncCompileMode(pool, ignore_errors=True):
+    mode: Any = triton.AsyncCompileMode
+    with mode(pool, ignore_errors=True):
         for each in every:
             try:
-                found.append(compile_one(each))
+                # Triton sets the class of sources when it first looks for a device's kernels.
+                each.kernel.device_caches[driver.active.get_current_device()]
+                each.kernel.ASTSource = _Source
+                kernel = compile_one(each)
             except Exception as error:
-                found.append(error)
+                kernel = error
+            else:
+                if not isinstance(kernel, triton.FutureKernel):
+                    # Compiled by this process before.
+                    pool.finish(kernel)
+            found.append(kernel)
     futures = [each.future if isinstance(each, triton.FutureKernel) else None for each in found]
     return [
         each if future is None else future.exception() or future.result()
         for each, future in zip(found, futures, strict=True)
     ]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Leaves cycles uncollected: a model is many objects, and each search among them holds Python's lock."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _load(compiled: Any) -> None:

@@ -227,9 +227,9 @@ def first_channel(f, words, bits):
 
 
 @triton.constexpr_function
-def is_whole(f, head_dim, words, block, bits):
-    """True where a field fills its tile and the head has all of its channels."""
-    return words == block and first_channel(f, words, bits) + (2 if bits == 8 else 1) * (words - 1) < head_dim
+def has_all(f, head_dim, words, bits):
+    """True where the head has all channels of a field."""
+    return first_channel(f, words, bits) + (2 if bits == 8 else 1) * (words - 1) < head_dim
 
 
 @triton.jit
@@ -244,13 +244,16 @@ def of_head(
 ):
     """A mask of tokens as one of field ``f``, whose channels lie along AXIS: those that the head lacks are left out.
 
-    It stays as it is where there are none: every operation less is less to compile.
+    It stays as it is where there are none, and is one for all fields where only their tiles are too large: every
+    operation less is less to compile.
     """
-    if is_whole(f, D, E, BE, BITS):
-        return m_t
-    else:
-        o_e = tl.arange(0, BE)
+    o_e = tl.arange(0, BE)
+    if not has_all(f, D, E, BITS):
         return m_t & tl.expand_dims((o_e < E) & (channels_of(f, o_e, E, BITS) < D), AXIS)
+    elif E < BE:
+        return m_t & tl.expand_dims(o_e < E, AXIS)
+    else:
+        return m_t
 
 
 @triton.jit
