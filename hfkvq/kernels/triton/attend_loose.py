@@ -168,7 +168,7 @@ def attend_loose(
                     b_lows = keys.channel_meta(run.k_zero, i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
                     b_biases = keys.channel_biases(b_halves, b_lows, K_CODES, BEK, BM, 1)
                     b_own = keys.add_channel_logits(
-                        keys.biased(b_biases[0], BR, BM), b_ks, b_halves, b_scales, 0, 0, K_FIELDS
+                        keys.biased(b_biases[0], BR, BM), b_ks, b_halves, b_scales, 0, K_FIELDS
                     )
                     if N16 > 0 and not FORM.key_norm:
                         b_wholes = keys.whole_queries(p_head, m_m, run.k_full_index + i_head * N16, N16, B16, BM, MASK)

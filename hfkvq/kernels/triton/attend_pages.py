@@ -62,6 +62,9 @@ def attend_pages(
     # Fields of raised channels' words that a tile of tokens has; a step is a whole page there.
     COUNT: tl.constexpr = 8 * SUB // G
     RANKS: tl.constexpr = (N4 + B4 - 1) // B4
+    # Groups of scales in a step, and in a part of it; up to two are loaded at once.
+    STEP_SETS: tl.constexpr = BT // K_GROUP if BT > K_GROUP else 1
+    SETS: tl.constexpr = STEP_SETS if STEP_SETS <= 2 else PART // K_GROUP
     # Raised channels come before this field: a product comes last, since `as_operand` needs what one leaves.
     LATE: tl.constexpr = K_FIELDS - 1
     # Whether logits have to be looked at one by one; they stay raw where nothing but the exponent uses them.
@@ -103,14 +106,11 @@ def attend_pages(
         for h in tl.static_range(BT // PART):
             b_logits = ()
             b_vs = ()
-            if K_CHANNEL:
-                b_scales = keys.channel_meta(
-                    run.k_scale, i_head, i_slot + h * PART, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES
-                )
-                b_lows = keys.channel_meta(
-                    run.k_zero, i_head, i_slot + h * PART, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES, True
-                )
-                b_biases = keys.channel_biases(b_halves, b_lows, K_CODES, BEK, BM, TILES)
+            if K_CHANNEL and (h == 0 or STEP_SETS > 2):
+                i_set = i_slot + h * PART
+                b_scales = keys.channel_meta(run.k_scale, i_head, i_set, D, G, K_GROUP, EK, BEK, K_FIELDS, SETS)
+                b_lows = keys.channel_meta(run.k_zero, i_head, i_set, D, G, K_GROUP, EK, BEK, K_FIELDS, SETS, True)
+                b_biases = keys.channel_biases(b_halves, b_lows, K_CODES, BEK, BM, SETS)
             for n in tl.static_range(TILES):
                 o_slot = i_slot + h * PART + n * SUB + o_sub
                 i_j = i_step * BT + h * PART + n * SUB
@@ -129,8 +129,9 @@ def attend_pages(
                     if not RAW:
                         b_s = b_s * unit
                 elif K_CHANNEL:
-                    b_s = keys.biased(b_biases[n], SUB, BM)
-                    b_s = keys.add_channel_logits(b_s, b_ks, b_halves, b_scales, n * K_FIELDS, 0, LATE)
+                    b_own_scales = keys.set_of(b_scales, (h * TILES + n) * SUB // K_GROUP % SETS, SETS)
+                    b_s = keys.biased(b_biases[(h * TILES + n) * SUB // K_GROUP % SETS], SUB, BM)
+                    b_s = keys.add_channel_logits(b_s, b_ks, b_halves, b_own_scales, 0, LATE)
                     if N16 > 0 and not FORM.key_norm:
                         b_s = keys.add_whole_logits(
                             b_s, b_wholes, run.k_full, i_head, i_slot + h * PART + n * SUB, G, N16, SUB, B16, BM
@@ -140,7 +141,7 @@ def attend_pages(
                         for r in tl.static_range(RANKS):
                             b_owns = b_owns + (b_raised[r] * b_risen[r * (G // SUB) + h * TILES + n][:, None],)
                         b_s = keys.add_raised_logits(b_s, b_highs, b_owns, (h * TILES + n) * COUNT, COUNT, SUB, BM)
-                    b_s = keys.add_channel_logits(b_s, b_ks, b_halves, b_scales, n * K_FIELDS, LATE, K_FIELDS)
+                    b_s = keys.add_channel_logits(b_s, b_ks, b_halves, b_own_scales, LATE, K_FIELDS)
                     if FORM.key_norm:
                         b_s = keys.norm_logits(b_s, run.k_norm, i_head, o_slot, m_sub, G, False)
                         if N16 > 0:

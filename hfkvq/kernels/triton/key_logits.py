@@ -96,10 +96,10 @@ def in_eights(b_pair, E: tl.constexpr):
 
 @triton.jit
 def channel_biases(b_qs, b_zeros, BITS: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr):
-    """Biases that zeros of channels add to the raw logits of one tile or two, alike for their tokens: [8, BM] twice.
+    """Biases that zeros of one group or two add to the raw logits of tiles, alike for their tokens: [8, BM] twice.
 
     Rows are alike: a product's columns stand where the logits' do, whatever the row. ``b_zeros`` has vectors by field
-    for one tile, pairs of them for two.
+    for one group, pairs of them for two.
     """
     CLASSES: tl.constexpr = 5 if BITS == 2 else 2
     b_sums = ()
@@ -122,13 +122,23 @@ def channel_biases(b_qs, b_zeros, BITS: tl.constexpr, BE: tl.constexpr, BM: tl.c
 
 
 @triton.jit
-def add_channel_logits(b_s, b_ks, b_qs, b_scales, AT: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr):
+def set_of(b_meta, i: tl.constexpr, SETS: tl.constexpr):
+    """Vectors by field of the group ``i`` among SETS."""
+    COUNT: tl.constexpr = len(b_meta) // SETS
+    b_set = ()
+    for f in tl.static_range(COUNT):
+        b_set = b_set + (b_meta[i * COUNT + f],)
+    return b_set
+
+
+@triton.jit
+def add_channel_logits(b_s, b_ks, b_qs, b_scales, FIRST: tl.constexpr, END: tl.constexpr):
     """Raw logits [SUB, BM] with those of fields FIRST to END of keys with scales per channel added.
 
-    Raw: what `key_unit` makes logits of, not yet scaled. ``b_scales`` holds this tile's vectors from element AT on.
+    Raw: what `key_unit` makes logits of, not yet scaled. ``b_scales``: vectors of this tile's group, by field.
     """
     for f in tl.static_range(FIRST, END):
-        b_s = tl.dot(b_ks[f], b_qs[f] * b_scales[AT + f][:, None], b_s)
+        b_s = tl.dot(b_ks[f], b_qs[f] * b_scales[f][:, None], b_s)
     return b_s
 
 
