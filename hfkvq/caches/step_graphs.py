@@ -490,7 +490,7 @@ class StepGraphs:
         given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         tokens = 0 if given is None or given.device.type not in DEVICES or given.dim() < 2 else given.shape[1]
         watched = torch.is_grad_enabled() or model.training or torch._C._len_torch_dispatch_stack()
-        if not self.fuses or tokens <= MAX_STEP or watched:
+        if given is None or not self.fuses or tokens <= MAX_STEP or watched:
             return contextlib.nullcontext()
         if interceptor.fusion is None:
             interceptor.fusion = Fusion()
