@@ -245,38 +245,46 @@ def take_page_kernel(
     keys, values, queries, rows, table, s_k, s_v, s_q, factors, B, H, N, HALF, FOUND, RESTORES,
     SHARE: tl.constexpr, BH: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """First B programs, one for each row: its token joins its windows, unless it is the last of a page.
+    """First programs of their own for keys, values and queries' sums of each row, unless its token is a page's last.
 
-    Those behind them take heads of rows that fill a page, then of rows that lack their first one.
+    They wait for nothing of each other: what few rows take is the time that attention, which comes next, waits. Those
+    behind them take heads of rows that fill a page, then of rows that lack their first one.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     ALL_KEYS: tl.constexpr = KEYS.ALL
     ALL_VALUES: tl.constexpr = VALUES.ALL
+    PARTS: tl.constexpr = 2 if queries.sums is None else 3
     i_p = tl.program_id(0)
-    if i_p < B:
-        i_own = i_p.to(tl.int64)
-        # The loads start together.
-        b_k = new_rows(keys.x, 0, i_own, s_k, H, 1, ALL_KEYS)
-        b_v = new_rows(values.x, 0, i_own, s_v, H, 1, ALL_VALUES)
-        i_past, i_w = window_of(rows, i_own, B, HALF, KEYS.W)
-        if tl.load(rows.steps + 6 * B + i_own) == 0:
-            append_side(
-                b_k, keys.x, keys.window, keys.window, i_own, i_w, i_past, s_k, factors[0], H, 1, 0, KEYS.W, ALL_KEYS
-            )
-            append_side(
-                b_v, values.x, values.window, values.window, i_own, i_w, i_past, s_v, factors[1], H, 1, 0, VALUES.W,
-                ALL_VALUES,
-            )  # fmt: skip
-            if queries.sums is not None:
+    if i_p < PARTS * B:
+        i_own = (i_p % B).to(tl.int64)
+        if i_p < B:
+            # The loads start together.
+            b_k = new_rows(keys.x, 0, i_own, s_k, H, 1, ALL_KEYS)
+            i_past, i_w = window_of(rows, i_own, B, HALF, KEYS.W)
+            if tl.load(rows.steps + 6 * B + i_own) == 0:
+                append_side(
+                    b_k, keys.x, keys.window, keys.window, i_own, i_w, i_past, s_k, factors[0], H, 1, 0, KEYS.W,
+                    ALL_KEYS,
+                )  # fmt: skip
+        elif i_p < 2 * B:
+            b_v = new_rows(values.x, 0, i_own, s_v, H, 1, ALL_VALUES)
+            i_past, i_w = window_of(rows, i_own, B, HALF, VALUES.W)
+            if tl.load(rows.steps + 6 * B + i_own) == 0:
+                append_side(
+                    b_v, values.x, values.window, values.window, i_own, i_w, i_past, s_v, factors[1], H, 1, 0, VALUES.W,
+                    ALL_VALUES,
+                )  # fmt: skip
+        elif queries.sums is not None:
+            if tl.load(rows.steps + 6 * B + i_own) == 0:
                 i_slot = tl.load(rows.found + i_own).to(tl.int64)
                 observe_heads(
                     queries, rows.steps, s_q, i_own, i_slot, 0, B, H, HALF, None, KEYS.D, SHARE, BH, KEYS.BD
                 )  # fmt: skip
     else:
-        n_programs = tl.num_programs(0) - B
-        i_job = i_p - B
+        n_programs = tl.num_programs(0) - PARTS * B
+        i_job = i_p - PARTS * B
         i_b = row_of_list(rows.steps + 7 * B, i_job, B, H)
         while i_b >= 0:
             i_h = (i_job % H).to(tl.int64)
@@ -291,7 +299,7 @@ def take_page_kernel(
                 )  # fmt: skip
             i_job += n_programs
             i_b = row_of_list(rows.steps + 7 * B, i_job, B, H)
-        i_job = i_p - B
+        i_job = i_p - PARTS * B
         i_b = tl.where(RESTORES > 0, row_of_list(rows.steps + 8 * B, i_job, B, H), -1)
         while i_b >= 0:
             i_h = (i_job % H).to(tl.int64)
@@ -441,7 +449,8 @@ def take_page_launch(
         return *sides, Sums(*(last or [None] * 4)), Rows(*lists), table
 
     # A page takes all registers of a multiprocessor.
-    programs = min(2 * heads * rows, max(32, multiprocessors(device) - rows))
+    own = rows * (3 if sums else 2)
+    programs = min(2 * heads * rows, max(32, multiprocessors(device) - own))
     numbers = {
         "s_k": key_stride,
         "s_v": value_stride,
@@ -456,7 +465,7 @@ def take_page_launch(
     }
     constants = {"SHARE": query[1] // heads, "BH": power(heads), "KEYS": shapes[0], "VALUES": shapes[1]}
     constants |= {"num_warps": warps, "enable_fp_fusion": False, **_dependent(device)}
-    launch = Launch(take_page_kernel, (rows + programs,), numbers, constants, device, nest)
+    launch = Launch(take_page_kernel, (own + programs,), numbers, constants, device, nest)
     rooms = [None if size is None else (rows, heads, size) for size in factors]
     return launch, [*rooms, (rows, heads, dim) if sums else None]
 
