@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import hfkvq
 from evals.charts import BLUE, KLD, ORANGE, new_figure
+from evals.reference.outliers import with_outliers
 from evals.triaxial.allocation import Sensitivity, allocate, make_table
 from evals.triaxial.calibration import calibrate
 from evals.triaxial.conversations import Conversation
@@ -31,7 +32,7 @@ from hfkvq.measure.demo.answers import answer, kl_divergence, make_cache, predic
 from hfkvq.measure.demo.prompts import Subject, is_right, make_batches
 from hfkvq.measure.divergence.intervals import CONFIDENCE, RESAMPLES, mean_interval
 from hfkvq.measure.divergence.measurement import measure
-from hfkvq.measure.reference import load_reference, recall, tools, with_outliers
+from hfkvq.measure.reference import load_reference, recall, tools
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -73,7 +74,7 @@ app = typer.Typer(add_completion=False)
 def with_unseen_outliers(model: ModelT, factor: float, pairs: int) -> ModelT:
     """A copy with outlier key channels where queries see least, which computes the same.
 
-    As `hfkvq.measure.reference.with_outliers`, but for which pairs: those whose norm weights, of query times key, are
+    As `with_outliers`, but for which pairs: those whose norm weights, of query times key, are
     smallest, so that no logit owes them much. Large error and small query is what MixKVQ is made for.
 
     Args:

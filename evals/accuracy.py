@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ import torch
 import typer
 
 from evals.charts import BITS, KLD, Column, Mark, save_chart, share
+from evals.reference.outliers import with_outliers
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.measure.demo import Settings, choose_schemes, run_demo
@@ -69,7 +71,11 @@ def _chosen(names: Sequence[str]) -> dict[str, Scheme]:
 
 
 def _measure(settings: Settings, device: str, outliers: float | None, schemes: dict[str, Scheme]) -> dict[str, Any]:
-    return run_demo(load(None, device=torch.device(device), outliers=outliers), settings, None, schemes)
+    subject = load(None, device=torch.device(device))
+    if outliers is not None:
+        name = f"{subject.name}, outliers x{outliers:g}"
+        subject = replace(subject, name=name, model=with_outliers(subject.model, outliers))
+    return run_demo(subject, settings, None, schemes)
 
 
 def measure(

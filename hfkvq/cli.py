@@ -25,7 +25,6 @@ from hfkvq.terminal import (
     DType,
     JsonFile,
     ModelDType,
-    Outliers,
     fail,
     make_console,
     pick_device,
@@ -117,16 +116,10 @@ def demo(
     ] = None,
     device: Device = "auto",
     dtype: ModelDType = DType.auto,
-    outliers: Outliers = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the questions.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
     """Compare caches on short tasks: memory, right answers, divergence from DynamicCache, speed."""
-    if outliers is not None and model not in (None, "reference"):
-        fail("outliers: only the reference model can be given outliers; leave --model out.")
-    if outliers is not None and outliers <= 0:
-        fail(f"outliers: got {outliers:g}, allowed a positive factor, e.g. 8.")
-
     import torch
     from transformers.utils import logging
 
@@ -149,7 +142,7 @@ def demo(
     )
     where = pick_device(device)
     kind = None if dtype is DType.auto else getattr(torch, dtype.value)
-    subject = load(model, device=where, dtype=kind, outliers=outliers)
+    subject = load(model, device=where, dtype=kind)
     if subject.reference and where.type == "cpu":
         # Its operations are so small that several threads gain little, and on a busy machine wait for each other.
         torch.set_num_threads(1)

@@ -189,9 +189,6 @@ _MODELS = "a folder, a GGUF file, a name on the Hub, or smollm2."
 
 Model = Annotated[str | None, typer.Option(help=rf"Model: {_MODELS} \[default: the reference model]")]
 ChatModel = Annotated[str | None, typer.Option(help=rf"Chat model: {_MODELS} \[default: the reference model]")]
-Outliers = Annotated[
-    float | None, number_option("Enlarge some key channels of the reference model by this factor, e.g. 8.")
-]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 ModelDType = Annotated[
     DType, typer.Option(help="auto: bfloat16 for the reference model and GGUF files, otherwise the checkpoint's.")

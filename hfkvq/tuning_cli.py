@@ -13,7 +13,6 @@ from hfkvq.terminal import (
     DType,
     Model,
     ModelDType,
-    Outliers,
     fail,
     input_file,
     make_console,
@@ -54,7 +53,6 @@ def parse_ranges(texts: Sequence[str]) -> dict[str, Any]:
 def tune(
     scheme: Annotated[str, typer.Argument(help="Preset, also with fixed options: arkv:budget_tokens=512.")],
     model: Model = None,
-    outliers: Outliers = None,
     objective: Annotated[str, typer.Option(help="kld (on text) or tasks (lm-eval's, with --tasks).")] = "kld",
     tasks: Annotated[str | None, typer.Option(help="Tasks for --objective tasks.")] = None,
     samples: Annotated[
@@ -108,8 +106,6 @@ def tune(
     Run it once for each GPU (CUDA_VISIBLE_DEVICES=1 hfkvq tune ...), or on several machines, with the same --storage:
     they share the trials. Run the same command again to continue where it stopped.
     """
-    if outliers is not None and model not in (None, "reference"):
-        fail("outliers: only the reference model can be given outliers; leave --model out.")
     try:
         import optuna
     except ImportError:
@@ -135,7 +131,6 @@ def tune(
             plan = search.make_plan(
                 scheme,
                 model=model,
-                outliers=outliers,
                 objective=objective,
                 tasks=split(tasks),
                 samples=samples,

@@ -18,7 +18,6 @@ from hfkvq.measure.divergence.intervals import check_scipy
 from hfkvq.measure.divergence.run import check_context, check_prompt, check_schemes, find_checkpoint
 from hfkvq.measure.divergence.windows import cut, find_texts
 from hfkvq.measure.models import Source, load_model
-from hfkvq.measure.reference import with_outliers
 from hfkvq.measure.tables import new_table
 from hfkvq.version import __version__
 
@@ -56,7 +55,6 @@ def make_plan(
     scheme: str,
     *,
     model: str | None,
-    outliers: float | None,
     objective: str,
     tasks: Sequence[str],
     samples: int,
@@ -107,8 +105,6 @@ def make_plan(
         "seed": seed,
         "dtype": dtype,
     }
-    if outliers is not None:
-        about["outliers"] = outliers
     tokens = None
     if thresholds and (objective == "kld" or text or dataset):
         about["coverage"] = coverage
@@ -124,15 +120,12 @@ def make_plan(
             )
         open_storage(storage)
         loaded = load_model(checkpoint.source, device, kind)
-        loaded = loaded if outliers is None else with_outliers(loaded, outliers)
         shared = {"prefill": prompt, "chunk": chunk, "batch_size": batch_size, "tokenizer": checkpoint.tokenizer}
         one: Objective = TextKLD(loaded, windows.tokens[:samples], **shared)
         other: Objective = TextKLD(loaded, windows.tokens[samples:], **shared)
         about |= {"context": context, "prefill": prompt, "chunk": chunk, "tokens_sha256": windows.sha256}
         tokens = windows.tokens[:samples]
     else:
-        if outliers is not None:
-            raise ValueError("outliers: lm-eval loads the model itself; use --objective kld.")
         loaded, one, other = _lm_eval(
             checkpoint.source, tasks, samples, held_out, batch_size, str(device), dtype, storage
         )

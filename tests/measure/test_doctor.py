@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from evals.reference.outliers import with_outliers
 from hfkvq.caches import get_preset
 from hfkvq.measure import doctor
 from hfkvq.measure.demo.prompts import Subject
 from hfkvq.measure.doctor import EFFORTS, LOSSY, PRESETS, SAFE, UNSAFE, Effort, examine, judge
-from hfkvq.measure.reference import load_reference, with_outliers
+from hfkvq.measure.reference import load_reference
 from tests.command import assert_refused, flat, invoke
 
 run = partial(invoke, "doctor")

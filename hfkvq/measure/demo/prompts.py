@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hfkvq.measure.models import Source, find_model, load_model, load_tokenizer
-from hfkvq.measure.reference import Example, evaluation_set, is_plain, with_outliers
+from hfkvq.measure.reference import Example, evaluation_set, is_plain
 
 SIZES = {"recall": "recall-80", "arithmetic": "arithmetic-3", "tools": "tools"}
 SIZES |= {"passkey": "passkey-512", "needle": "needle-512", "copy": "copy-256"}
@@ -58,18 +58,8 @@ class Subject:
     reference: bool
 
 
-def load(
-    model: str | Source | None,
-    *,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-    outliers: float | None = None,
-) -> Subject:
-    """Loads the model to be tested.
-
-    Args:
-        model: its name as `find_model` takes it, or what that found.
-        outliers: factor by which some key channels of the reference model are enlarged.
+def load(model: str | Source | None, *, device: torch.device, dtype: torch.dtype | None = None) -> Subject:
+    """Loads the model to be tested, by its name as `find_model` takes it, or what that found.
 
     Raises:
         ValueError: it cannot be loaded, or has no chat template.
@@ -78,10 +68,7 @@ def load(
     tokenizer = load_tokenizer(source)
     if not tokenizer.chat_template:
         raise ValueError(f"model: {source.name} has no chat template, so it cannot be asked; choose a chat model.")
-    loaded, name = load_model(source, device, dtype), source.name
-    if outliers is not None:
-        loaded, name = with_outliers(loaded, outliers), f"{name}, outliers x{outliers:g}"
-    return Subject(name, loaded, tokenizer, source.reference)
+    return Subject(source.name, load_model(source, device, dtype), tokenizer, source.reference)
 
 
 @dataclass(frozen=True)

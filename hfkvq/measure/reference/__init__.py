@@ -1,7 +1,7 @@
 """A small trained language model, the tasks it was trained for, and some that small pretrained ones can do."""
 
 from .chat import Example
-from .model import load_reference, reference_path, with_outliers
+from .model import load_reference, reference_path
 from .plain import PLAIN_TASKS, is_plain
 from .tasks import EVALUATION_TASKS, arithmetic, evaluation_set, recall
 from .tool_calls import tools
@@ -17,5 +17,4 @@ __all__ = [
     "recall",
     "reference_path",
     "tools",
-    "with_outliers",
 ]

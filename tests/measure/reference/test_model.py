@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from hfkvq.measure.reference import evaluation_set, load_reference, reference_path, with_outliers
+from evals.reference.outliers import with_outliers
+from hfkvq.measure.reference import evaluation_set, load_reference, reference_path
 from hfkvq.measure.reference import model as model_module
 
 
