@@ -28,10 +28,10 @@ from evals.triaxial.calibration import calibrate
 from evals.triaxial.conversations import Conversation
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.tags import PAD, TAGS
-from hfkvq.measure.demo.answers import answer, kl_divergence, make_cache, predictions, read_memory, texts
+from hfkvq.measure.demo.answers import answer, make_cache, predictions, texts
 from hfkvq.measure.demo.prompts import Subject, is_right, make_batches
 from hfkvq.measure.divergence.intervals import CONFIDENCE, RESAMPLES, mean_interval
-from hfkvq.measure.divergence.measurement import measure
+from hfkvq.measure.divergence.measurement import compare_logits, measure, read_memory
 from hfkvq.measure.reference import load_reference, recall, tools
 
 RESULTS = Path(__file__).parent / "results"
@@ -239,14 +239,14 @@ def measure_answers(
         right = [is_right(subject, x, text) for x, text in zip(batch.examples, written, strict=True)]
         memory = read_memory(mine.cache, batch.mask)
         logits = expected if mine is baseline else predictions(subject, batch, mine, baseline)
-        parts = kl_divergence(expected, logits).split(lengths)
+        parts = compare_logits(expected, logits, expected.argmax(-1))[0].split(lengths)
         rows.append(
             {
                 "name": name,
                 "model": title,
                 "scheme": None if scheme is None else scheme.to_dict(),
                 **_bill(memory.code_bits, memory.total_bits, memory.held),
-                "kld": _short(max(0.0, float(part.mean())) for part in parts),
+                "kld": _short(float(part.mean()) for part in parts),
                 "right": right,
             }
         )

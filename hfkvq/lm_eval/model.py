@@ -25,7 +25,8 @@ from hfkvq.caches import MixedKVCache, make_cache
 from hfkvq.caches.base.model_calls import with_cache
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.tags import Tagger
-from hfkvq.measure.demo.answers import answer_lengths, read_memory
+from hfkvq.measure.demo.answers import answer_lengths
+from hfkvq.measure.divergence.measurement import read_memory
 from hfkvq.measure.models import find_model
 from hfkvq.measure.records import clock
 

@@ -6,15 +6,12 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.cache_utils import DynamicLayer
 
 from hfkvq.caches.base.model_calls import with_cache
-from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.named import make_cache as make
 from hfkvq.caches.schemes.base import Scheme
 
@@ -183,63 +180,3 @@ def predictions(subject: Subject, batch: Batch, mine: Answers, baseline: Written
         forced = torch.stack(force.logits, 1)
         logits |= {row: forced[i, : lengths[row] - 1] for i, row in enumerate(others.tolist())}
     return torch.cat([logits[row] for row in sorted(logits)])
-
-
-def kl_divergence(baseline: Tensor, other: Tensor) -> Tensor:
-    """``KL(p || q) = Σ_v p_v (log p_v - log q_v)`` of each position, in nats.
-
-    Args:
-        baseline: logits of p, (N, vocabulary), on any device.
-        other: logits of q, likewise; it is computed where they are.
-
-    Returns:
-        f64 (N,).
-    """
-    if not len(baseline):
-        return torch.empty(0, dtype=torch.float64, device="cpu")
-    # In pieces: in f64 the whole of a large vocabulary could be larger than the model.
-    pieces = []
-    for p, q in zip(baseline.split(64), other.split(64), strict=True):
-        log_p, log_q = p.to(q.device).double().log_softmax(-1), q.double().log_softmax(-1)
-        pieces.append((log_p.exp() * (log_p - log_q)).sum(-1).cpu())
-    return torch.cat(pieces)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of the layers that schemes compress.
-
-    Attributes:
-        held: every byte of codes, metadata, windows and tables.
-        bf16: the same tokens, without padding, in bf16.
-        code_bits: payload bits per element of sealed pages; NaN if none is sealed.
-        key_bits: mean width of the keys' channels there; see `MemoryReport.key_bits`.
-        tokens: columns of the cache, padding included.
-    """
-
-    held: int
-    bf16: int
-    code_bits: float
-    key_bits: float
-    tokens: int
-
-    @property
-    def total_bits(self) -> float:
-        """Bits per element, every byte counted."""
-        return 16 * self.held / self.bf16
-
-
-def read_memory(cache: Cache, mask: Tensor) -> Memory:
-    """Counts a cache's bytes; the mask (B, T) of the prompt tells tokens from padding."""
-    if isinstance(cache, MixedKVCache):
-        report = cache.memory()
-        held = report.compressed.total + report.staged
-        return Memory(held, report.bf16, report.code_bits, report.key_bits, report.seen)
-    tokens = cache.get_seq_length()
-    real = int(mask.sum()) + mask.shape[0] * (tokens - mask.shape[1])
-    # The exact type: sliding windows are its subclasses, which only caches of ours compress.
-    pairs: list[tuple[Any, Any]] = [(x.keys, x.values) for x in cache.layers if type(x) is DynamicLayer]
-    held = sum(keys.nbytes + values.nbytes for keys, values in pairs)
-    elements = sum(real * x.shape[1] * x.shape[3] for pair in pairs for x in pair)
-    bits = 8 * held / sum(x.numel() for pair in pairs for x in pair)
-    return Memory(held, 2 * elements, bits, bits, tokens)

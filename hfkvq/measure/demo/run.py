@@ -15,8 +15,9 @@ from hfkvq.caches.compile import compile_ahead
 from hfkvq.caches.schemes.base import Scheme, get_scheme, list_schemes, listed
 from hfkvq.caches.schemes.preset import get_preset
 
+from ..divergence.measurement import compare_logits, read_memory
 from ..records import BASELINE, device_name, finite, versions
-from .answers import Written, answer, kl_divergence, make_cache, predictions, read_memory, texts
+from .answers import Written, answer, make_cache, predictions, texts
 from .prompts import CHAT_TASKS, SIZES, Batch, Subject, full_name, is_right, make_batches
 
 Record = dict[str, Any]
@@ -108,7 +109,7 @@ def run_demo(
 
     counts = _kl_rows(batches, settings.kl_tokens)
     compile_ahead(model, map(get_preset, own.values()), tell=tell)
-    expected: list[tuple[Written, torch.Tensor]] = []
+    expected: list[tuple[Written, torch.Tensor | None]] = []
     rows: list[Record] = []
     for name, scheme in caches.items():
         scores: dict[str, _Score] = {batch.task: _Score() for batch in batches}
@@ -121,16 +122,13 @@ def run_demo(
                 answer(subject, dataclasses.replace(batch, limit=3), make_cache(subject, scheme))
             mine = answer(subject, batch, make_cache(subject, scheme), count)
             base = mine if scheme is None else expected[index][0]
-            logits = (
-                predictions(subject, batch, mine, base)
-                if count
-                else torch.empty(0, 0, dtype=torch.float32, device="cpu")
-            )
+            logits = predictions(subject, batch, mine, base) if count else None
             if scheme is None:
                 # Logits on the host: all tasks' of a large vocabulary would be a burden to the device.
-                expected.append((Written(mine.ids, mine.lengths), logits.cpu()))
+                expected.append((Written(mine.ids, mine.lengths), None if logits is None else logits.cpu()))
             scores[batch.task].add(subject, batch, mine, base)
-            scores[batch.task].kl.append(kl_divergence(expected[index][1], logits))
+            if logits is not None and (stock := expected[index][1]) is not None:
+                scores[batch.task].kl.append(compare_logits(stock, logits, stock.argmax(-1))[0])
             answered = sum(mine.lengths) - len(mine.lengths)
             spent += torch.tensor(
                 [int(batch.mask.sum()), mine.prompt_seconds, answered, mine.decode_seconds],
@@ -183,7 +181,7 @@ class _Score:
 
     def __init__(self) -> None:
         self.right = self.total = self.agreeing = self.compared = 0
-        self.kl: list[torch.Tensor] = []
+        self.kl = [torch.empty(0, dtype=torch.float32, device="cpu")]
 
     def add(self, subject: Subject, batch: Batch, mine: Written, baseline: Written) -> None:
         written = texts(subject, mine)
@@ -209,8 +207,7 @@ class _Score:
 def _kl(parts: Sequence[torch.Tensor]) -> tuple[float, float]:
     """Mean and 99.9 % quantile; NaN if nothing was measured."""
     kl = torch.cat(list(parts))
-    # Rounding makes a few of the smallest negative.
-    return (max(0.0, float(kl.mean())), max(0.0, float(kl.quantile(0.999)))) if len(kl) else (math.nan, math.nan)
+    return (float(kl.mean()), float(kl.quantile(0.999))) if len(kl) else (math.nan, math.nan)
 
 
 def _kl_rows(batches: Sequence[Batch], tokens: int) -> list[int]:

@@ -23,10 +23,49 @@ from hfkvq.caches.named import make_cache
 from hfkvq.caches.schemes.base import Scheme
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.kernels.step import MAX_STEP
-from hfkvq.measure.demo.answers import read_memory
 
 from ..records import BASELINE
 from .naming import OtherCache
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the layers that schemes compress.
+
+    Attributes:
+        held: every byte of codes, metadata, windows and tables.
+        bf16: the same tokens, without padding, in bf16.
+        code_bits: payload bits per element of sealed pages; NaN if none is sealed.
+        key_bits: mean width of the keys' channels there; see `MemoryReport.key_bits`.
+        tokens: columns of the cache, padding included.
+    """
+
+    held: int
+    bf16: int
+    code_bits: float
+    key_bits: float
+    tokens: int
+
+    @property
+    def total_bits(self) -> float:
+        """Bits per element, every byte counted."""
+        return 16 * self.held / self.bf16
+
+
+def read_memory(cache: Cache, mask: Tensor) -> Memory:
+    """Counts a cache's bytes; the mask (B, T) of the prompt tells tokens from padding."""
+    if isinstance(cache, MixedKVCache):
+        report = cache.memory()
+        held = report.compressed.total + report.staged
+        return Memory(held, report.bf16, report.code_bits, report.key_bits, report.seen)
+    tokens = cache.get_seq_length()
+    real = int(mask.sum()) + mask.shape[0] * (tokens - mask.shape[1])
+    # The exact type: sliding windows are its subclasses, which only caches of ours compress.
+    pairs: list[tuple[Any, Any]] = [(x.keys, x.values) for x in cache.layers if type(x) is DynamicLayer]
+    held = sum(keys.nbytes + values.nbytes for keys, values in pairs)
+    elements = sum(real * x.shape[1] * x.shape[3] for pair in pairs for x in pair)
+    bits = 8 * held / sum(x.numel() for pair in pairs for x in pair)
+    return Memory(held, 2 * elements, bits, bits, tokens)
 
 
 @dataclass(frozen=True)
@@ -133,7 +172,7 @@ def compare_logits(baseline: Tensor, other: Tensor, labels: Tensor) -> tuple[Ten
     """``KL(p || q) = Σ_v p_v (log p_v - log q_v)`` in nats, ``-log p`` and ``-log q`` of the labels, and agreement.
 
     Args:
-        baseline: logits of p, (N, vocabulary).
+        baseline: logits of p, (N, vocabulary), on any device.
         labels: the tokens that came, i64 (N,).
 
     Returns:
@@ -142,6 +181,7 @@ def compare_logits(baseline: Tensor, other: Tensor, labels: Tensor) -> tuple[Ten
     """
     found: list[tuple[Tensor, ...]] = []
     for p, q, label in zip(baseline.split(_PIECE), other.split(_PIECE), labels.split(_PIECE), strict=True):
+        p, label = p.to(q.device), label.to(q.device)
         log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
         # A model may rule tokens out; 0 · (log 0 - log q) is 0.
         difference = torch.where(log_p == -math.inf, 0.0, log_p - log_q)

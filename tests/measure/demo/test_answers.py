@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,9 @@ import torch
 
 from hfkvq import get_scheme, list_schemes
 from hfkvq.measure.demo import Settings, choose_schemes, run_demo
-from hfkvq.measure.demo.answers import answer, kl_divergence, make_cache, predictions, read_memory
+from hfkvq.measure.demo.answers import answer, make_cache, predictions
 from hfkvq.measure.demo.prompts import Subject, full_name, is_right, load, make_batches
+from hfkvq.measure.divergence.measurement import read_memory
 from hfkvq.measure.reference import evaluation_set
 
 CPU = torch.device("cpu")
@@ -20,15 +20,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def subject(stand_in: Path) -> Subject:
     return load(str(stand_in), device=CPU)
-
-
-def test_kl_divergence_by_hand() -> None:
-    p, q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.5, 0.25]])
-    # Adding a constant to logits changes nothing.
-    found = kl_divergence(p.log() + 3, q.log() - 1)
-    assert found.dtype == torch.float64
-    assert found.tolist() == pytest.approx([0.5 * math.log(2) - 0.25 * math.log(2)], abs=1e-7)
-    assert kl_divergence(p.log(), p.log()).tolist() == [0.0]
 
 
 def test_every_distinct_scheme_is_run_once() -> None:
