@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from enum import Enum
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 from hfkvq.doctor_cli import app as doctor_app
 from hfkvq.fit_cli import app as fit_app
-from hfkvq.kld_cli import app as kld_app
-from hfkvq.progress import progress_bar, stoppable
-from hfkvq.serve_cli import app as serve_app
+from hfkvq.progress import progress_bar, stop, stoppable
 from hfkvq.terminal import (
     ChatModel,
     Commands,
     Device,
     DType,
     JsonFile,
+    Model,
     ModelDType,
     fail,
+    input_file,
     make_console,
+    number_option,
+    output_file,
     pick_device,
     print_notes,
     save_json,
     split,
+    tokens_option,
 )
-from hfkvq.tuning_cli import app as tuning_app
 
 # torch and Transformers are imported inside the commands, so that help comes at once.
 app = typer.Typer(
@@ -42,11 +47,8 @@ app = typer.Typer(
     cls=Commands,
 )
 # Without a name: its commands stand beside the others.
-app.add_typer(tuning_app)
 app.add_typer(doctor_app)
 app.add_typer(fit_app)
-app.add_typer(kld_app)
-app.add_typer(serve_app)
 
 
 def _version(value: bool) -> None:
@@ -294,6 +296,381 @@ def watch(
             said = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             turns.append({"role": "assistant", "content": said})
             console.print(said, markup=False, highlight=False)
+
+
+@app.command()
+def kld(
+    model: Model = None,
+    schemes: Annotated[
+        str | None,
+        typer.Option(
+            help="Presets, comma-separated, also with options: kivi-2,kitty:boost_ratio=0.2:sink_length=0. Others: "
+            "the import path of a cache class, module:Class, e.g. transformers:QuantizedCache:backend=quanto. "
+            r"\[default: full and the main ones]"
+        ),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        input_file(
+            "UTF-8 text, or JSON Lines (.jsonl) with a text field; several files share the windows evenly. "
+            r"\[default: four bundled texts; for the reference model its own tasks]"
+        ),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Data set on the Hub, or NAME:CONFIG, e.g. wikitext:wikitext-2-raw-v1."),
+    ] = None,
+    part: Annotated[str, typer.Option("--split", help="Split of the data set.")] = "test",
+    field: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
+    context: Annotated[int, tokens_option("Tokens per window.", 3)] = 2048,
+    prefill: Annotated[
+        int | None, tokens_option(r"Of these, how many are the prompt, not scored. \[default: half]", 2)
+    ] = None,
+    chunk: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Tokens fed at a time after the prompt; those of one chunk see each other unquantized. 1 is exactly "
+            "as in generation.",
+        ),
+    ] = 16,
+    windows: Annotated[int, typer.Option(min=1, help="Largest number of windows.")] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows run together.")] = 1,
+    dtype: ModelDType = DType.auto,
+    device: Device = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap and of the reference model's text.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Compare schemes with bf16 on the same tokens: KL divergence, top-1 agreement, perplexity, bits."""
+    if text and dataset is not None:
+        fail("text: got files and a data set; choose --text or --dataset.")
+
+    import torch
+
+    from hfkvq.measure.divergence import naming, report, run
+
+    stopped = None
+    try:
+        run.check_prompt(context, prefill)
+        chosen = naming.parse_measured(split(schemes))
+        where = pick_device(device)
+        with progress_bar() as show:
+            record = run.measure_text(
+                model,
+                chosen,
+                text=text,
+                dataset=dataset,
+                part=part,
+                field=field,
+                context=context,
+                prefill=prefill,
+                chunk=chunk,
+                windows=windows,
+                batch_size=batch_size,
+                dtype=None if dtype is DType.auto else getattr(torch, dtype.value),
+                device=where,
+                seed=seed,
+                on_progress=lambda name, share: show(f"{name:<13}", share),
+            )
+    except (ValueError, ImportError) as error:
+        fail(error)
+    except run.StoppedRun as stop_of:
+        stopped, record = stop_of, stop_of.record
+        if record is None:
+            stop(
+                "no window was finished, and the same command starts over; fewer --schemes, or a smaller --context, "
+                "take less time."
+            )
+    except KeyboardInterrupt:
+        stop("nothing was measured yet; the same command starts over.")
+    console = make_console()
+    console.print(report.table(record, wide=console.width >= 112))
+    print_notes(console, report.notes(record))
+    save_json(console, record, json_file)
+    if stopped is not None:
+        done = record["windows"]
+        stop(
+            f"{done} of {stopped.windows} windows were finished, and the figures are of those. The same command begins "
+            f"anew; with --windows {done} it measures what is here."
+        )
+
+
+def parse_ranges(texts: Sequence[str]) -> dict[str, Any]:
+    """``knob=0.1..2`` as a range, ``knob=0,32,64`` as choices.
+
+    Raises:
+        ValueError: neither.
+    """
+    from hfkvq.caches.schemes.base import parse_value
+
+    found: dict[str, Any] = {}
+    for text in texts:
+        knob, equals, values = text.partition("=")
+        low, dots, high = values.partition("..")
+        if not equals or not values:
+            raise ValueError(f"space: got {text!r}, allowed KNOB=LOW..HIGH or KNOB=A,B,C.")
+        found[knob.strip()] = (parse_value(low), parse_value(high)) if dots else [parse_value(x) for x in split(values)]
+    return found
+
+
+@app.command()
+def tune(
+    scheme: Annotated[str, typer.Argument(help="Preset, also with fixed options: arkv:budget_tokens=512.")],
+    model: Model = None,
+    objective: Annotated[str, typer.Option(help="kld (on text) or tasks (lm-eval's, with --tasks).")] = "kld",
+    tasks: Annotated[str | None, typer.Option(help="Tasks for --objective tasks.")] = None,
+    samples: Annotated[
+        int, typer.Option(min=2, help="Windows of text, or documents of each task, that the search sees.")
+    ] = 8,
+    held_out: Annotated[
+        int | None,
+        typer.Option(min=2, help=r"Further samples that confirm the best candidates. \[default: as many as --samples]"),
+    ] = None,
+    text: Annotated[list[Path] | None, input_file("Text, as in hfkvq kld.")] = None,
+    dataset: Annotated[str | None, typer.Option(metavar="NAME", help="Data set on the Hub, as in hfkvq kld.")] = None,
+    context: Annotated[int, tokens_option("Tokens of a window.", 4)] = 1024,
+    prefill: Annotated[int | None, tokens_option(r"Of these, the prompt. \[default: three quarters]", 2)] = None,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time after the prompt.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows or prompts run together.")] = 8,
+    trials: Annotated[int, typer.Option(min=1, help="Number of finished trials, of all processes together.")] = 30,
+    space: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KNOB=RANGE", help="KNOB=LOW..HIGH or KNOB=A,B,C, instead of the scheme's own range."),
+    ] = None,
+    coverage: Annotated[
+        float,
+        number_option(
+            "For MixKVQ's thresholds: share of pages in which all raised channels must fit.", low=0.01, high=1
+        ),
+    ] = 0.99,
+    cost: Annotated[
+        str,
+        typer.Option(help="total_bits, cache_bytes or key_bits (mean width of key channels, MixKVQ's effective bits)."),
+    ] = "total_bits",
+    max_total_bits: Annotated[float | None, number_option("Limit on bits per element, every byte counted.")] = None,
+    max_key_bits: Annotated[float | None, number_option("Limit on the keys' mean width (MixKVQ, C.2).")] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help=r"Where trials are kept, also for other processes: an SQLAlchemy URL. \[default: "
+            "sqlite:///hfkvq-tuning.db]"
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help=r"Study name. \[default: scheme, model and objective]")] = None,
+    search_only: Annotated[
+        bool, typer.Option("--search-only", help="Leave held-out samples and the choice to another process.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler and of the reference model's text.")] = 0,
+    device: Device = "auto",
+    dtype: ModelDType = DType.auto,
+    out: Annotated[Path | None, output_file("Write the recommended preset to this file.")] = None,
+) -> None:
+    """Search a scheme's options for your model: the best cache at each cost, and the best within a limit.
+
+    Run it once for each GPU (CUDA_VISIBLE_DEVICES=1 hfkvq tune ...), or on several machines, with the same --storage:
+    they share the trials. Run the same command again to continue where it stopped.
+    """
+    try:
+        import optuna
+    except ImportError:
+        fail("tune: Optuna is not installed; pip install 'hfkvq[tune]'.")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+    from hfkvq.tuning import search
+    from hfkvq.tuning.search import notes, table
+    from hfkvq.tuning.storage import hidden
+
+    kept = storage or "sqlite:///hfkvq-tuning.db"
+    limited = {"total_bits": max_total_bits, "key_bits": max_key_bits}
+    limits: dict[Any, float] = {name: limit for name, limit in limited.items() if limit is not None}
+    console = make_console()
+    try:
+        ranges = parse_ranges(space or ())
+        with progress_bar() as show:
+
+            def tell(done: int, best: str) -> None:
+                what = f"{done} of {trials} trials" + (", held-out samples" if done >= trials else "")
+                show(f"{what}; {best}" if best else what, min(done / trials, 1.0))
+
+            plan = search.make_plan(
+                scheme,
+                model=model,
+                objective=objective,
+                tasks=split(tasks),
+                samples=samples,
+                held_out=samples if held_out is None else held_out,
+                text=text,
+                dataset=dataset,
+                context=context,
+                prefill=prefill,
+                chunk=chunk,
+                batch_size=batch_size,
+                cost=cost,
+                seed=seed,
+                device=pick_device(device),
+                dtype=dtype.value,
+                coverage=coverage,
+                space=ranges or None,
+                storage=kept,
+            )
+            study = search.run(
+                plan,
+                tell,
+                name,
+                trials=trials,
+                space=ranges or None,
+                limits=limits,
+                storage=kept,
+                seed=seed,
+            )
+            if search_only:
+                return
+            picked = search.conclude(plan, study, limits)
+    except (ValueError, OSError, ImportError) as error:
+        fail(error)
+    except KeyboardInterrupt:
+        stop(f"finished trials are kept in {hidden(kept)}; run the same command again to continue from there.")
+    console.print(table(study, picked))
+    print_notes(console, notes(plan, study, picked))
+    if out is not None:
+        search.save(plan, study, picked, out)
+        console.print(f"Saved {out}; use it with MixedKVCache(model, {str(out)!r}).", highlight=False)
+
+
+DEFAULT = "best-4.3"
+"""The preset where the user names none."""
+
+VLLM_REQUESTS = 256
+"""Requests at a time in vLLM, where the user does not say: its own default has too many for windows in 16 bits."""
+
+
+class Engine(str, Enum):
+    """Choices of --engine."""
+
+    transformers = "transformers"
+    vllm = "vllm"
+
+
+@app.command()
+def serve(
+    model: ChatModel = None,
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            help=r"Preset, e.g. saw-int4 (which shares prefixes), also with options. \[default: best-4.3]",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most memory of the cache, e.g. 6GiB, in place of a preset: 16 bits while there is room; where a "
+            "request would have to wait, all go down to 4 bits, then to 2.",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(min=1, help=r"Memory for the cache, in the engine's 16-bit blocks. \[default: what is free]"),
+    ] = None,
+    max_requests: Annotated[
+        int | None,
+        typer.Option(min=1, help=r"Concurrent requests; others wait. \[default: as many as fit]"),
+    ] = None,
+    request_tokens: Annotated[
+        int | None,
+        tokens_option(r"Tokens that a usual request holds, prompt and answer: how many fit. \[default: 4096]"),
+    ] = None,
+    max_batch_tokens: Annotated[int | None, tokens_option("Tokens of a batch.")] = None,
+    max_memory_percent: Annotated[
+        float | None, number_option("Share of the GPU's free memory for the cache.", low=0.01, high=1)
+    ] = None,
+    device: Device = "auto",
+    dtype: ModelDType = DType.auto,
+    engine: Annotated[Engine, typer.Option(help="Transformers' own server, or vLLM's (0.25).")] = Engine.transformers,
+) -> None:
+    """Serve a model with an OpenAI-compatible API, streaming, continuous batching and a compressed cache.
+
+    Clients use the model's name as given here. GET /metrics reports users, tokens, bytes and bits.
+    """
+    if engine is Engine.vllm:
+        refused = {
+            "--memory": memory,
+            "--num-blocks": num_blocks,
+            "--request-tokens": request_tokens,
+            "--max-memory-percent": max_memory_percent,
+            "--device": None if device in ("auto", "cuda") else device,
+        }
+        for name, value in refused.items():
+            if value is not None:
+                fail(
+                    f"{name}: got {value}, but vLLM has no such option; leave it out, or use vllm serve (docs/vllm.md)."
+                )
+        requests = VLLM_REQUESTS if max_requests is None else max_requests
+        given = {"max-num-seqs": requests, "max-num-batched-tokens": max_batch_tokens, "dtype": dtype.value}
+        become_vllm(model, DEFAULT if scheme is None else scheme, {"host": host, "port": port, **given})
+    beside = {"--scheme": scheme, "--num-blocks": num_blocks, "--max-memory-percent": max_memory_percent}
+    for name, value in beside.items() if memory is not None else ():
+        if value is not None:
+            fail(f"--memory: got {memory} together with {name} {value}, allowed one of them; leave one out.")
+    import torch
+
+    from hfkvq.caches.schemes.preset import get_preset
+    from hfkvq.measure.models import find_model
+
+    where = pick_device(device)
+    kind = None if dtype is DType.auto else getattr(torch, dtype.value)
+    found, preset = find_model(model), get_preset(DEFAULT if scheme is None else scheme)
+    if preset.layers:
+        raise ValueError(f"scheme: got {scheme!r}, whose layers differ; allowed one scheme for all layers.")
+    options = {
+        "cb_num_blocks": num_blocks,
+        "cb_max_batch_tokens": max_batch_tokens,
+        "cb_max_memory_percent": max_memory_percent,
+    }
+    name = model or "reference"
+    missing = [package for package in ("fastapi", "openai", "uvicorn") if importlib.util.find_spec(package) is None]
+    if missing:
+        fail(f"serve: {', '.join(missing)} not installed; pip install 'hfkvq[serve]'.")
+    try:
+        from hfkvq.serving.server import Server
+
+        own = preset.scheme if memory is None else None
+        server = Server(
+            found, name, own, where, kind, host=host, port=port, requests=max_requests, request_tokens=request_tokens,
+            memory=memory, **options,
+        )  # fmt: skip
+    except ImportError as error:
+        fail(f"serve: {error}; it needs Transformers 5.19 or newer and pip install 'hfkvq[serve]'.")
+    except (OSError, ValueError) as error:
+        fail(error)
+    pages = scheme or (DEFAULT if memory is None else f"{memory} of memory")
+    make_console().print(f"{name} at {server.url} with {pages}. Ctrl-C ends it.", highlight=False)
+    try:
+        server.wait()
+    except KeyboardInterrupt:
+        server.close()
+
+
+def become_vllm(model: str | None, scheme: str, options: dict[str, object]) -> NoReturn:
+    """Ends this process as vLLM's server of a model, with the plug-in's scheme.
+
+    Args:
+        model: the name that clients use.
+        options: of vLLM's server, by name; those that are None are left out.
+    """
+    from hfkvq.caches import get_scheme
+    from hfkvq.measure.models import find_model
+    from hfkvq.vllm import DTYPE
+
+    if importlib.util.find_spec("vllm") is None:
+        fail("engine: vllm is not installed; pip install 'vllm==0.25.*', or leave out --engine.")
+    get_scheme(scheme)
+    options |= {"served-model-name": model or "reference", "attention-backend": "CUSTOM", "kv-cache-dtype": DTYPE}
+    words = [str(word) for name, value in options.items() if value is not None for word in (f"--{name}", value)]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", find_model(model).path, *words]
+    os.execve(sys.executable, command, {**os.environ, "HFKVQ_SCHEME": scheme})
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ def test_ctrl_c(stand_in: Path, text: Path, tmp_path: Path, monkeypatch: pytest.
             if next(left, None) is None:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr("hfkvq.kld_cli.progress_bar", lambda: contextlib.nullcontext(tell))
+        monkeypatch.setattr("hfkvq.cli.progress_bar", lambda: contextlib.nullcontext(tell))
         done = run(*arguments)
         assert done.exit_code == 130, done.output
         return flat(done.output)
