@@ -478,7 +478,7 @@ def tune(
 
     from hfkvq.tuning import search
     from hfkvq.tuning.search import notes, table
-    from hfkvq.tuning.storage import hidden
+    from hfkvq.tuning.study import hidden
 
     kept = storage or "sqlite:///hfkvq-tuning.db"
     limited = {"total_bits": max_total_bits, "key_bits": max_key_bits}

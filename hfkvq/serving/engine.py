@@ -37,7 +37,7 @@ from hfkvq.caches.layers.memory import format_bytes
 from hfkvq.sizes import parse_size
 
 from .ladder import LadderPages, Shape, ladder
-from .pages import CompressedPages, has_windows, refusal
+from .pages import CompressedPages, refusal
 from .windows import MOST_SLOTS, USUAL_TOKENS, WindowedPages, of_schemes
 
 ATTENTION = "hfkvq_flash"
@@ -66,7 +66,7 @@ def schemes_of(config: PreTrainedConfig, scheme: Scheme) -> tuple[Scheme, ...]:
 def windowed(config: PreTrainedConfig, schemes: tuple[Scheme, ...]) -> bool:
     """True if requests of a model have windows beside their blocks."""
     shape = attention_shape(config)
-    return shape is not None and any(has_windows(scheme, shape[2]) for scheme in schemes)
+    return shape is not None and any(scheme.layout(shape[2], shape[2]).windowed for scheme in schemes)
 
 
 def check(config: PreTrainedConfig, scheme: Scheme) -> None:

@@ -24,8 +24,7 @@ from hfkvq.version import __version__
 from .objectives import LmEvalTasks, TextKLD
 from .room import COVERAGE, fit_room, raises_by_threshold
 from .score import COSTS, Objective, Score
-from .storage import open_storage
-from .study import Point, TuningStudy, space_of, tune, words_of
+from .study import Point, TuningStudy, open_storage, space_of, tune, words_of
 
 OBJECTIVES = ("kld", "tasks")
 

@@ -43,7 +43,6 @@ from .pages import (
     Steps,
     Varlen,
     bytes_of_page,
-    has_windows,
     refusal,
     sdpa,
 )
@@ -90,7 +89,7 @@ def reasons(config: Any, head_size: int, kv_cache_dtype: str | None, block_size:
     for reason in dict.fromkeys(refusal(scheme, head_size) for scheme in schemes):
         if reason:
             found.append(f"HFKVQ_SCHEME: got {name!r}, allowed saw-int4, best-2.5 and others: {reason}")
-    if any(has_windows(scheme, head_size) for scheme in schemes):
+    if any(scheme.layout(head_size, head_size).windowed for scheme in schemes):
         parallel = config.parallel_config
         for option in ("pipeline_parallel_size", "data_parallel_size"):
             if getattr(parallel, option) > 1:
@@ -104,7 +103,7 @@ def form_of(scheme: Scheme, head_size: int) -> tuple[StoreFormat, str, str, tupl
     """Format of a layer, rule of its raised channels, what it asks of queries, and how normed pages are balanced."""
     layout = scheme.layout(head_size, head_size)
     form, balances = layout.store, (layout.keys.balance, layout.values.balance)
-    if not has_windows(scheme, head_size):
+    if not layout.windowed:
         return form, "", "", balances
     return replace(form, sink=PAGE), *sealing_rules(scheme, layout, head_size), balances
 
@@ -288,7 +287,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         scheme = schemes_of(vllm_config)[layer_number(layer_names[0])]
         self._slots, self._tails, self._bounds = None, None, None
         self._compile(scheme, self._heads, head_size, vllm_config, device)
-        if has_windows(scheme, head_size):
+        if scheme.layout(head_size, head_size).windowed:
             self._slots = Slots(vllm_config.scheduler_config.max_num_seqs, device)
             return
         # Graphs are captured for batches that are padded.
@@ -424,7 +423,7 @@ class Attention(AttentionImpl[Metadata]):
             ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
             rotated = bool(self._form.rotate_keys)
             self._vectors = vectors_of_layer(name, self.num_kv_heads, rotated, *ranks)
-        if not has_windows(scheme, self.head_size):
+        if not scheme.layout(self.head_size, self.head_size).windowed:
             return
         dtype, slots = self._config.model_config.dtype, self._config.scheduler_config.max_num_seqs
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -50,13 +50,6 @@ def refusal(scheme: Scheme, head_dim: int) -> str | None:
     return None if captured is None else f"steps run without the host here, and {captured}"
 
 
-def has_windows(scheme: Scheme, head_dim: int) -> bool:
-    """True if tokens of a scheme wait in 16 bits, or its pages are sealed whole."""
-    layout = scheme.layout(head_dim, head_dim)
-    sides = (layout.keys, layout.values)
-    return bool(layout.sink) or any(side.local or side.unit > 1 or side.formats[0].whole for side in sides)
-
-
 def bytes_of_page(form: StoreFormat, heads: int, head_dim: int) -> int:
     """Bytes of a page of keys and values, every scale counted."""
     return sum(size for _, _, size in _tensors(form, heads, head_dim))

@@ -36,7 +36,7 @@ from hfkvq.kernels.compile import SEVERAL, normal
 from hfkvq.kernels.triton.compile import GPUS, Wanted, compile_all, leave_gpu_alone, settle_name
 from hfkvq.kernels.triton.hadamard import hadamard_wanted
 from hfkvq.kernels.triton.place import place_kernel
-from hfkvq.vllm.pages import PAGE, LayerPages, Prompts, bytes_of_page, has_windows
+from hfkvq.vllm.pages import PAGE, LayerPages, Prompts, bytes_of_page
 from hfkvq.vllm.windows import Claim, WindowPages, WindowPrompts
 from tests.kernels.compile_kernels import BF16, FrontEnd, Idle, in_turn, name_of, pretend, tensor
 
@@ -128,18 +128,18 @@ def run_engine(preset: str, layer: int) -> tuple[Any, ...]:
         What `hfkvq.kernels.compile.compile_prompts` is given for them.
     """
     scheme = get_scheme(preset).in_layer(layer, 36).shared
-    layout, windowed = scheme.layout(DIM, DIM), has_windows(scheme, DIM)
-    form = replace(layout.store, sink=PAGE) if windowed else layout.store
-    rule, asked = step_buffer.sealing_rules(scheme, layout, DIM) if windowed else ("", "")
+    layout = scheme.layout(DIM, DIM)
+    form = replace(layout.store, sink=PAGE) if layout.windowed else layout.store
+    rule, asked = step_buffer.sealing_rules(scheme, layout, DIM) if layout.windowed else ("", "")
     balances = layout.keys.balance, layout.values.balance
     held, counts, slots = [0, 130, 256], [300, 200, 40], 4
     total = sum(counts)
     whole = torch.zeros(total, HEADS + 2 * KV_HEADS, DIM, dtype=BF16)
     query, key, value = whole.split([HEADS, KV_HEADS, KV_HEADS], 1)
     data = torch.zeros(8 * bytes_of_page(form, KV_HEADS, DIM), dtype=torch.uint8)
-    rows = Prompts.of(torch.zeros(3, 5, dtype=torch.int32), held, counts, whole=windowed)
+    rows = Prompts.of(torch.zeros(3, 5, dtype=torch.int32), held, counts, whole=layout.windowed)
     sums = torch.zeros(slots + 1, KV_HEADS, DIM, dtype=torch.float64), torch.zeros(KV_HEADS, slots + 1, dtype=I32)
-    if windowed:
+    if layout.windowed:
         windows = [torch.zeros(2 * slots + 2, KV_HEADS, PAGE, DIM, dtype=BF16) for _ in range(2)]
         given = form, KV_HEADS, DIM, data, (windows[0], windows[1])
         pages = WindowPages(*given, rule, balances, sums if asked else None)
@@ -155,7 +155,7 @@ def run_engine(preset: str, layer: int) -> tuple[Any, ...]:
         pages = LayerPages(form, KV_HEADS, DIM, data, (tails, tails))
         pages.store_prompts(key, value, rows)
     pages.attend_prompts(query, key, value, rows, 1.0, lambda *_: None, torch.zeros_like(query))
-    if windowed:
+    if layout.windowed:
         pages.finish_prompts()
     return form, (HEADS, KV_HEADS, DIM), BF16, torch.device("cuda", 0), rule, bool(asked), balances, slots
 

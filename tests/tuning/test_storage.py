@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hfkvq.tuning.storage import hidden, open_storage
-from hfkvq.tuning.study import load_study
+from hfkvq.tuning.study import hidden, load_study, open_storage
 from tests.tuning.test_study import Known, search
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -221,6 +221,12 @@ class Layout:
         runs = tuple(zip(self.keys.formats, self.values.formats, strict=True))
         return StoreFormat(runs, self.sink, self.keys.rotation, self.values.rotation, self.latent, self.window)
 
+    @property
+    def windowed(self) -> bool:
+        """True if tokens wait in 16 bits, or pages are sealed whole."""
+        sides = (self.keys, self.values)
+        return bool(self.sink) or any(side.local or side.unit > 1 or side.formats[0].whole for side in sides)
+
     def own_tokens(self) -> int:
         """Most of the newest tokens that are not in pages yet."""
         return max(side.local + side.unit for side in (self.keys, self.values))
