@@ -49,8 +49,9 @@ from hfkvq.measure.tables import markdown_table
 RESULTS = Path(__file__).parent / "results"
 ALL = 160
 """Users, where there shall be more than any cache holds."""
-SETTLED = 1.5
-"""Seconds without one request more at a time, after which no more are expected."""
+SETTLED = 4.0
+"""Seconds without one request more at a time, after which no more are expected: more than a budget's first step down
+takes, whose kernels are compiled."""
 
 
 @dataclass(frozen=True)
