@@ -33,9 +33,9 @@ from .layer_state.smoothing import KeySmoothing, measure, of_keys
 from .layers.layer import KVLayer
 from .layers.memory import format_bytes, held_bytes
 from .schemes.base import Scheme, get_scheme
+from .schemes.eviction import SnapKV
 from .schemes.preset import Preset
 from .schemes.sides import Sides
-from .schemes.snapkv import SnapKV
 from .steps.step_buffer import LEAST_HEADROOM, room_ahead, sealing_rules
 from .store import SIDES
 from .store.relaid import Reader, basis_change, relaid, relaid_scratch

@@ -22,8 +22,8 @@ from hfkvq.caches import budget
 from hfkvq.caches.eviction.forgetting import kept_pages, page_scores, page_size
 from hfkvq.caches.layers.layer import KVLayer
 from hfkvq.caches.layers.memory import held_bytes
+from hfkvq.caches.schemes.eviction import SnapKV
 from hfkvq.caches.schemes.sides import Sides
-from hfkvq.caches.schemes.snapkv import SnapKV
 from hfkvq.caches.store.requantize import keep_tokens
 from tests.caches.driver import assert_same_bits, same_bits, small, stored
 from tests.caches.graph_recorder import captured, taped  # noqa: F401

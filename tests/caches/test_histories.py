@@ -24,8 +24,8 @@ from hypothesis.stateful import (
 )
 
 from hfkvq import MixedKVCache, Scheme, get_scheme, list_schemes
+from hfkvq.caches.schemes.arkv import Arkv
 from hfkvq.caches.schemes.base import Layout, SideLayout, knob
-from hfkvq.caches.schemes.eviction import TieredEviction
 from hfkvq.kernels import PageFormat
 from tests.caches.driver import assert_same_bits, cases, evicting, same_bits, small
 from tests.caches.plain import DIM, HEADS, KINDS, New, Subject
@@ -57,9 +57,7 @@ def schemes() -> dict[str, Scheme]:
         if scheme.evicts:
             published[name] = get_scheme(scheme, budget_tokens=160, window=min(scheme.window, 64))
     keeping = {name: scheme for name, scheme in cases().items() if not scheme.evicts}
-    tiered = {
-        name: small(name, budget_tokens=40) for name, x in list_schemes().items() if isinstance(x, TieredEviction)
-    }
+    tiered = {name: small(name, budget_tokens=40) for name, x in list_schemes().items() if isinstance(x, Arkv)}
     found = keeping | evicting() | tiered | published | {"long-keys": LongKeys()}
     return {name: scheme for name, scheme in found.items() if not scheme.latents}
 

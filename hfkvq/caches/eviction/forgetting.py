@@ -18,7 +18,7 @@ from hfkvq.kernels.step import StepPlan
 
 from ..layer_state.base import LayerBase
 from ..layer_state.query_statistics import QueryStatistics
-from ..schemes.snapkv import SnapKV
+from ..schemes.eviction import SnapKV
 from ..store import StoreState
 from ..store.relaid import Kept, Reader, pages_at_a_time
 from ..store.row_lengths import RowState

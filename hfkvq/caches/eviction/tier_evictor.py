@@ -13,7 +13,7 @@ from hfkvq.kernels.decode import LENGTH, run_count
 
 from ..base import outside_inference_mode
 from ..layer_state.base import LayerBase
-from ..schemes.eviction import TieredEviction
+from ..schemes.arkv import Arkv
 from ..schemes.score_inputs import Evidence, prompt_evidence, tier_widths
 from ..store import KVStore, StoreState
 from ..store.packing import Packed
@@ -72,7 +72,7 @@ class Budget(NamedTuple):
 
 
 def tier_targets(
-    policy: TieredEviction,
+    policy: Arkv,
     costs: tuple[int, int],
     newest: int,
     state: StoreState,
@@ -121,7 +121,7 @@ def tier_targets(
     return target, left
 
 
-class TierEvictor(Eviction[TieredEviction]):
+class TierEvictor(Eviction[Arkv]):
     """Gives tokens their tiers, by their scores and by the layer's share of whole ones.
 
     A layer's share is relative to the strongest layer's, which is known when the last layer is done: until then the

@@ -26,9 +26,9 @@ from ..layer_state.query_statistics import QueryStatistics
 from ..layer_state.smoothing import KeySmoothing, of_keys
 from ..layer_state.tags import TokenTags
 from ..layer_state.update import PaddingReader, check_update, is_allocated_for
+from ..schemes.arkv import Arkv
 from ..schemes.base import Scheme, latent_layout
-from ..schemes.eviction import TieredEviction
-from ..schemes.snapkv import SnapKV
+from ..schemes.eviction import SnapKV
 from ..steps.step_buffer import StepBuffer
 from ..store import MAX_STEP, KVStore, Padding
 from ..store.accounting import contradictions
@@ -133,7 +133,7 @@ class KVLayer(CacheLayerMixin):
         self.tags = TokenTags() if "tags" in needs else None
         self.eviction: Eviction[Any] | None = None
         if scheme.evicts:
-            self.eviction = TierEvictor(self) if isinstance(scheme, TieredEviction) else TokenEvictor(self)
+            self.eviction = TierEvictor(self) if isinstance(scheme, Arkv) else TokenEvictor(self)
         self.buffer = StepBuffer(self, self.queries, self.eviction) if recordable else None
 
     def _forget(self) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hfkvq.kernels.pages import PageFormat
+from hfkvq.kernels.pages import PageFormat, Side
 
 from .base import Entry, Layout, SideLayout, knob
-from .eviction import TieredEviction
+from .eviction import EvictionScheme
 from .score_inputs import WHOLE, Attention, Evidence, Kind, code_statistics, paper_statistics, token_scores
 
 SEAL_UNIT = 16
@@ -18,12 +18,12 @@ SEAL_UNIT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arkv(TieredEviction):
+class Arkv(EvictionScheme):
     """Budget of tokens per layer and KV head: the best stay whole, the next in few bits, the others are evicted.
 
-    Layout: the newest ``window`` tokens always stay, whole. Older ones are ranked by the attention that the newest
-    queries pay them, each KV head for itself, when a row outgrows its budget. How many of those that stay are whole is
-    the layer's own share ρ, measured on the prompt.
+    Layout: two runs, few bits first. The newest ``window`` tokens always stay, whole. Older ones are ranked by the
+    attention that the newest queries pay them, each KV head for itself, when a row outgrows its budget. How many of
+    those that stay are whole is the layer's own share ρ, measured on the prompt.
 
     Paper: Lei and Ilager, arXiv:2603.08727. Eqs. (3) to (5) are `layer_statistics`, (6) and (7) `strength` and
     `share`, (9) is `score_inputs.token_scores`, (8) and (10) are `kept`, `whole` and `ranking.tier_widths`.
@@ -51,8 +51,6 @@ class Arkv(TieredEviction):
         score: ranking of tokens: by "attention", or by "recency" (the newest stay; a baseline).
         low_bits: width of the low tier: 8 (fp8 e4m3, one scale per token) or 4 (INT4, one scale per 32 channels).
         page_size: G, tokens per page.
-        smooth_keys: whether key channels are centred and scaled before they are rounded, and queries scaled to match
-            (not in the paper): see `hfkvq.caches.layer_state.smoothing`.
     """
 
     name = "arkv"
@@ -74,6 +72,8 @@ class Arkv(TieredEviction):
         ),
     }
 
+    budget_bytes: int | None = knob(None, low=1)
+    low_bits: int = knob(8, choices=(8, 4))
     alpha: float = knob(0.75, low=0.0, high=1.0, search=(0.05, 1.0))
     # Defaults of the released code, found by search on the code's statistics.
     gamma: float = knob(263.8108280337562, low=0.0, search=(1.0, 1000.0))
@@ -119,6 +119,27 @@ class Arkv(TieredEviction):
             )
         return layout
 
+    @staticmethod
+    def token_bytes(layout: Layout, key_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]:
+        """Bytes of one token of one KV head in few bits and whole: codes, scales and position.
+
+        Args:
+            itemsize: bytes of an element of the model's dtype.
+        """
+        costs = []
+        for pair in layout.store.runs:
+            cost = 4
+            sides: tuple[tuple[PageFormat, Side, int], ...] = (
+                (pair[0], "keys", key_dim),
+                (pair[1], "values", value_dim),
+            )
+            for fmt, side, dim in sides:
+                for shape, own in fmt.shapes(side, 1, dim).values():
+                    size = itemsize if own is None else own.itemsize
+                    cost += size * torch.Size(shape).numel() // fmt.page_size
+            costs.append(cost)
+        return costs[0], costs[1]
+
     @property
     def rounds_keys(self) -> bool:
         """True unless all tokens stay whole."""
@@ -130,7 +151,17 @@ class Arkv(TieredEviction):
         return self.smooth_keys and self.rounds_keys
 
     def kept(self, past: Tensor, share: Tensor, costs: tuple[int, int], prompt: Tensor) -> Tensor:
-        """Number of older tokens that a trim keeps: b = floor(α * past) (eq. 10), at most the room in the budget."""
+        """Number of older tokens that a trim keeps: b = floor(α * past) (eq. 10), at most the room in the budget.
+
+        Args:
+            past: i64 (...,), tokens older than the window.
+            share: f32 (...,), the layer's share of whole tokens.
+            costs: bytes of a token in few bits and whole, see `token_bytes`.
+            prompt: bool (...,), whether a prompt is trimmed: it fills the budget.
+
+        Returns:
+            i64 (...,).
+        """
         if self.budget_bytes is None:
             room = torch.full_like(past, self.tokens - self.window)
             base = past
@@ -161,7 +192,10 @@ class Arkv(TieredEviction):
         return token_scores(evidence.attention, evidence.past(self.window), self.gamma, self.stats == "paper")
 
     def layer_statistics(self, seen: Attention, past: Tensor) -> Tensor:
-        """Entropy, variance and kurtosis of each KV head by ``stats``, see `paper_statistics`: f32 (N, 3)."""
+        """Entropy, variance and kurtosis of each KV head by ``stats``, see `paper_statistics`: f32 (N, 3).
+
+        ``past`` is as in `Evidence.past`.
+        """
         return (code_statistics if self.stats == "code" else paper_statistics)(seen, past)
 
     def strength(self, statistics: Tensor) -> Tensor:

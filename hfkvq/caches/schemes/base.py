@@ -299,7 +299,8 @@ class Scheme:
     """Policy of bits for channels and tokens. Stateless: fields are knobs, state is passed in.
 
     A subclass registers itself under ``name``, and its ``presets`` under their names. It defines ``layout`` and at most
-    one of ``channel_rule``, ``channel_bits`` and ``token_bits``.
+    one of ``channel_rule``, ``channel_bits`` and ``token_bits``. The knobs ``fit``, ``fit_values`` and ``smooth_keys``
+    mean the same in every scheme that has them.
 
     Attributes:
         name: of the scheme, and of the preset of its defaults; without one a class registers nothing.
@@ -307,6 +308,13 @@ class Scheme:
         latents: whether it is for latent attention alone: then keys are latents, and values rotary parts of keys.
         presets: what each preset is, by name, the scheme's own included: an `Entry`, or knobs alone.
         place: where lists and tables show its presets: low ones first.
+        fit: 0 takes scale and minimum of keys from the extremes of each group, as in the papers; 2,
+            3 or 4 chooses those with the least sum of |error| to this power. Without a sink it adds loss, and so it
+            does in saw-int4 without a rotation. Memory and decoding stay the same.
+        fit_values: the same for values.
+        smooth_keys: whether key channels are centred and scaled before they are rotated and
+            rounded, and queries scaled to match (not in the papers): see `hfkvq.caches.layer_state.smoothing`. Without
+            it, token-wise keys of models with biases on them (Qwen2.5) lead to random answers.
     """
 
     name: ClassVar[str] = ""
@@ -376,7 +384,7 @@ class Scheme:
     @property
     def smooths_keys(self) -> bool:
         """True if key channels are centred and scaled before they are stored; see `KeySmoothing`."""
-        return False
+        return getattr(self, "smooth_keys", False)
 
     @property
     def quantizes_first(self) -> bool:

@@ -1,4 +1,8 @@
-"""Schemes that evict: how many tokens stay, which ones, by what evidence, and when the others go."""
+"""Schemes that evict: how many tokens stay, which ones, by what evidence, and when the others go.
+
+First what all have in common, then those that hold what stays in the pages of any other scheme: SnapKV, PyramidKV, H2O,
+StreamingLLM, TOVA, Expected Attention.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hfkvq.kernels.pages import PageFormat, Side
-
 from ..base import warn_once
-from .base import Layout, Limits, Scheme, get_scheme, knob
-from .score_inputs import Attention, Evidence, Kind
+from .base import Entry, Layout, Limits, Scheme, get_scheme, knob
+from .score_inputs import Evidence, Kind, expected_attention, window_scores
 
 ASKS = "scores that accumulate ask attention in every step"
 
@@ -29,7 +31,7 @@ class EvictionScheme(Scheme):
     later they leave the pages that they were in.
 
     A scheme that only evicts derives from `TokenEviction`, which holds what stays in the pages of any other scheme, and
-    writes `scores` and `evidence`. `TieredEviction` gives what stays bits of its own.
+    writes `scores` and `evidence`. `Arkv` gives what stays bits of its own.
 
     Attributes:
         alike: whether all KV heads of a layer keep the same tokens, by the mean of their scores; else each its own.
@@ -272,66 +274,277 @@ class TokenEviction(EvictionScheme):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TieredEviction(EvictionScheme):
-    """Kept tokens are whole or in few bits, by their score and by the layer's attention beside other layers'.
+class SnapKV(TokenEviction):
+    """Keeps the tokens of a prompt that its last queries attend to, and their neighbours; each KV head its own.
 
-    Layouts have two runs, few bits first.
+    Layout: that of ``pages``, "full" or any other scheme's. Generated tokens stay.
+
+    Paper: Li et al., arXiv:2404.14469, section 4: the votes of an observation window, pooled, then the best and the
+    window itself; `scores`.
+    Differs from the paper: query heads of a KV head vote together; the window is 64 tokens and pooling is the mean of
+    5, as in the released code (Figure 6 and the appendix try others, and the maximum); a budget may be a share.
+    Differs from the released code: softmax in f32; scores of padded rows are those of the rows alone.
 
     Attributes:
-        budget_bytes: most bytes of a row in each KV head of a layer, in place of ``budget_tokens``.
-        low_bits: the tier of few bits: 8 (fp8 e4m3, one scale a token) or 4 (INT4, a scale per 32 channels).
+        window: w, newest tokens, whose queries vote.
+        kernel: number of neighbouring scores that are averaged; odd.
+        trim_every: see `TokenEviction`; steps trim by the newest query only.
     """
 
-    budget_bytes: int | None = knob(None, low=1)
-    low_bits: int = knob(8, choices=(8, 4))
+    name = "snapkv"
+    paper = "arXiv:2404.14469"
+    place = 80
+    presets = {
+        "snapkv": Entry(
+            "Long prompts: keeps the tokens that the end of the prompt attends to.",
+            lists=("fit",),
+            group="eviction",
+        )
+    }
 
-    @staticmethod
-    def token_bytes(layout: Layout, key_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]:
-        """Bytes of one token of one KV head in few bits and whole: codes, scales and position.
+    window: int = knob(64, low=1, high=4096, search=[16, 32, 64])
+    kernel: int = knob(5, choices=(1, 3, 5, 7, 9, 11, 13), search=[1, 5, 7, 13])
 
-        Args:
-            itemsize: bytes of an element of the model's dtype.
-        """
-        costs = []
-        for pair in layout.store.runs:
-            cost = 4
-            sides: tuple[tuple[PageFormat, Side, int], ...] = (
-                (pair[0], "keys", key_dim),
-                (pair[1], "values", value_dim),
-            )
-            for fmt, side, dim in sides:
-                for shape, own in fmt.shapes(side, 1, dim).values():
-                    size = itemsize if own is None else own.itemsize
-                    cost += size * torch.Size(shape).numel() // fmt.page_size
-            costs.append(cost)
-        return costs[0], costs[1]
+    @property
+    def evidence(self) -> frozenset[Kind]:
+        """Attention of the window's queries."""
+        return frozenset({"attention"})
 
-    def kept(self, past: Tensor, share: Tensor, costs: tuple[int, int], prompt: Tensor) -> Tensor:
-        """Tokens older than the window that a trim keeps.
+    def scores(self, evidence: Evidence) -> Tensor:
+        """Scores ``avgpool(mean_q A)`` of the tokens before the window, averaged over query heads: f32 (N, n)."""
+        return window_scores(evidence, self.window, self.kernel)
 
-        Args:
-            past: i64 (...,), tokens older than the window.
-            share: f32 (...,), the layer's share of whole tokens.
-            costs: bytes of a token in few bits and whole, see `token_bytes`.
-            prompt: bool (...,), whether a prompt is trimmed: it fills the budget.
 
-        Returns:
-            i64 (...,).
-        """
-        raise NotImplementedError
+@dataclass(frozen=True, kw_only=True)
+class PyramidKV(SnapKV):
+    """SnapKV's choice of tokens, with budgets that fall evenly from the first layer to the last.
 
-    def whole(self, kept: Tensor, share: Tensor) -> Tensor:
-        """Tokens of those kept that stay whole: i64 (...,)."""
-        raise NotImplementedError
+    Layout: that of ``pages``. Generated tokens stay.
 
-    def layer_statistics(self, seen: Attention, past: Tensor) -> Tensor:
-        """Statistics of each KV head that make a layer's strength: f32 (N, k); ``past`` as in `Evidence.past`."""
-        raise NotImplementedError
+    Paper: Cai et al., arXiv:2406.02069, section 3.2: budgets are an arithmetic sequence over the layers whose mean is
+    the budget, and whose least is a part 1/β of it; `budget`. Scores are SnapKV's.
+    Differs from the paper: budgets count the window, so that their mean is the budget; where the least would not hold
+    window and sink, or a prompt is too short for the pyramid, every layer has the mean (kvpress does both). So budgets
+    of upper layers fall where more tokens come, and with `trim_every` their tokens go then.
+    Differs from the released code: as above; budgets are rounded to the nearest token, half to even.
 
-    def strength(self, statistics: Tensor) -> Tensor:
-        """A layer's strength on each row, from its KV heads' statistics (B, H, k): f32 (B,)."""
-        raise NotImplementedError
+    Attributes:
+        budget_tokens: tokens per row and KV head after a prompt, on average over layers; 1024 if unset.
+        window: α, newest tokens, whose queries vote.
+        beta: β, the factor between the mean budget and that of the last layer; larger is steeper.
+    """
 
-    def share(self, own: Tensor, most: Tensor) -> Tensor:
-        """Share of the kept tokens that stay whole, by the layer's strength and the greatest of all: f32 (B,)."""
-        raise NotImplementedError
+    name = "pyramidkv"
+    paper = "arXiv:2406.02069"
+    place = 81
+    presets = {"pyramidkv": Entry("SnapKV with larger budgets in the lower layers.", lists=("fit",), group="eviction")}
+
+    window: int = knob(8, low=1, high=4096, search=[8, 32, 64])
+    beta: int = knob(20, low=1, high=1000, search=[2, 5, 10, 20])
+    kernel: int = knob(5, choices=(1, 3, 5, 7, 9, 11, 13))
+
+    def budget(self, given: Tensor, layer: int, layers: int) -> Tensor:
+        """Budget ``b_l = b_0 - l (b_0 - b_{m-1}) / (m - 1)`` with ``b_{m-1} = b / β``; b_0 at most the older tokens."""
+        mean = super().budget(given, layer, layers)
+        older, even = (given - self.window).double(), mean.double()
+        least = even / self.beta
+        most = 2 * even - least
+        least = torch.where(most >= older, 2 * even - older, least)
+        most = torch.minimum(most, older)
+        falls = (given >= most) & (most >= least) & (least >= self.window + self.sink_length)
+        return torch.where(falls, (most - layer * (most - least) / max(layers - 1, 1)).round().long(), mean)
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2O(TokenEviction):
+    """Keeps the newest tokens, and older ones that all queries together have attended to most.
+
+    Layout: that of ``pages``. Prompts and steps are trimmed; each KV head has its own tokens.
+
+    Paper: Zhang et al., arXiv:2306.14048, Algorithm 1: the score of a token is the attention that it has received,
+    summed over all queries since it came (`scores`, `merge`); half of the budget is for the newest tokens.
+    Differs from the paper: query heads of a KV head are averaged; a row may outgrow its budget by ``trim_every`` tokens
+    before a step trims it (1 is the paper's), since a trim is work; a prompt attends to all of itself, and is trimmed
+    when it is over.
+    Differs from the released code: softmax in f32; padding neither pays nor receives attention.
+
+    Attributes:
+        window: newest tokens that always stay; the paper takes half of the budget.
+        trim_every: see `TokenEviction`. If steps are trimmed, each one needs its attention weights and cannot be
+            captured; with 0, steps are like any other scheme's.
+    """
+
+    name = "h2o"
+    paper = "arXiv:2306.14048"
+    place = 82
+    presets = {
+        "h2o": Entry(
+            "A fixed budget: keeps the tokens with the most attention so far. Computes scores in every step.",
+            lists=("fit",),
+            group="eviction",
+        ),
+        "h2o-prompt": Entry("H2O that evicts from prompts only.", {"trim_every": 0}, group="eviction"),
+    }
+
+    window: int = knob(512, low=1, high=65536)
+    trim_every: int = knob(64, low=0, high=65536)
+
+    @property
+    def evidence(self) -> frozenset[Kind]:
+        """Attention of all queries."""
+        return frozenset({"received"})
+
+    @property
+    def remembers(self) -> bool:
+        """True, since attention adds up."""
+        return True
+
+    def scores(self, evidence: Evidence) -> Tensor:
+        """Scores ``Σ_q A``, averaged over query heads: f32 (N, n)."""
+        return evidence.of("received").mean(1)
+
+    def merge(self, old: Tensor, new: Tensor) -> Tensor:
+        """Sum of both."""
+        return old + new
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingLLM(TokenEviction):
+    """Keeps a window over the newest tokens, and the first few tokens (the attention sink).
+
+    Layout: that of ``pages``. Prompts and steps are trimmed; all KV heads hold the same tokens, without scores.
+
+    Paper: Xiao et al., arXiv:2309.17453, section 3.2: four initial tokens and a rolling window.
+    Differs from the paper: keys keep the positions that they came with (there positions are those within the cache), so
+    a model runs no further than its own context; a row may outgrow its budget by ``trim_every`` tokens before a step
+    trims it (1 is the paper's); a prompt attends to all of itself, and is trimmed when it is over.
+    Differs from the released code: as above.
+
+    Attributes:
+        budget_tokens: tokens per row, including the first ones; 1024 if unset.
+        window: smallest number of newest tokens; the budget may have room for more.
+    """
+
+    name = "streaming-llm"
+    paper = "arXiv:2309.17453"
+    place = 83
+    alike = True
+    presets = {
+        "streaming-llm": Entry(
+            "Endless text: keeps the attention sink (the first four tokens) and the newest tokens.",
+            lists=("fit",),
+            group="eviction",
+        )
+    }
+
+    window: int = knob(1, low=1, high=4096)
+    sink_length: int = knob(4, low=0, high=4096, search=[0, 4, 16])
+    trim_every: int = knob(64, low=0, high=65536)
+
+    def scores(self, evidence: Evidence) -> Tensor:
+        """Ranks by age, the newest best: f32 (N, n)."""
+        return evidence.rank.float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TOVA(TokenEviction):
+    """Evicts the tokens that the newest query attends to least when the cache is full; all heads of a layer together.
+
+    Layout: that of ``pages``. Prompts and steps are trimmed; all KV heads of a layer hold the same tokens.
+
+    Paper: Oren et al., arXiv:2401.06104, section 4: a multi-state RNN whose policy is the attention of the last token,
+    averaged over heads.
+    Differs from the paper: a row may outgrow its budget by ``trim_every`` tokens before a step trims it (1 is the
+    paper's), since a trim is work; a prompt attends to all of itself, and is trimmed when it is over; the newest token
+    itself always stays (it does in kvpress).
+    Differs from the released code: as above; softmax in f32.
+
+    Attributes:
+        window: newest tokens that always stay. Only the newest query ranks tokens, with any window.
+    """
+
+    name = "tova"
+    paper = "arXiv:2401.06104"
+    place = 84
+    alike = True
+    presets = {
+        "tova": Entry(
+            "A fixed budget: keeps the tokens that the newest query attends to.", lists=("fit",), group="eviction"
+        )
+    }
+
+    window: int = knob(1, low=1, high=4096)
+    trim_every: int = knob(64, low=0, high=65536)
+
+    @property
+    def evidence(self) -> frozenset[Kind]:
+        """Attention of the newest query."""
+        return frozenset({"attention"})
+
+    @property
+    def queries(self) -> int:
+        """One query, the newest."""
+        return 1
+
+    def scores(self, evidence: Evidence) -> Tensor:
+        """Attention of the newest query, averaged over query heads; the layer averages over KV heads: f32 (N, n)."""
+        return evidence.of("attention").mean(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(TokenEviction):
+    """Keeps the tokens that future queries are expected to attend to, if they are normal like the newest ones.
+
+    Layout: that of ``pages``. Generated tokens stay; each KV head has its own tokens.
+
+    Paper: Devoto et al., arXiv:2510.00636, section 3: ``E[exp(q·k/√d)] = exp(μ·k/√d + kᵀΣk/2d)`` for normal queries,
+    times the norm of the value; `score_inputs.expected_attention`.
+    Differs from the paper: μ and Σ are of the newest ``recent`` queries as attention saw them, positions included. The
+    paper takes all queries, without positions, and turns μ and Σ by the mean rotation of the 512 positions to come. So
+    future queries are here taken to have the positions of the newest, and the variance by positions is part of Σ.
+    Differs from the released code: as above; scores of padded rows are those of the rows alone.
+
+    Attributes:
+        window: newest tokens that always stay (none in the paper; here one at least).
+        recent: number of newest queries from which μ and Σ are computed.
+        epsilon: added to expected attention before it is multiplied by the value's norm.
+        sink_length: first tokens that always stay, and whose queries do not count.
+        trim_every: see `TokenEviction`; steps trim by the newest query only.
+    """
+
+    name = "expected-attention"
+    paper = "arXiv:2510.00636"
+    place = 85
+    presets = {
+        "expected-attention": Entry(
+            "Long prompts before the question is known: keeps what future queries are expected to attend to.",
+            lists=("fit",),
+            group="eviction",
+        )
+    }
+
+    window: int = knob(1, low=1, high=4096)
+    recent: int = knob(512, low=2, high=65536, search=[128, 512, 2048])
+    epsilon: float = knob(0.0, low=0.0, high=1.0, search=[0.0, 0.01, 0.1])
+    sink_length: int = knob(4, low=0, high=4096)
+
+    @property
+    def evidence(self) -> frozenset[Kind]:
+        """Newest queries, keys and values."""
+        return frozenset({"queries", "keys", "values"})
+
+    @property
+    def queries(self) -> int:
+        """Number of newest queries from which μ and Σ are computed."""
+        return self.recent
+
+    def scores(self, evidence: Evidence) -> Tensor:
+        """Scores ``(E + ε) |v|`` with E averaged over query heads: f32 (N, n)."""
+        query, real = evidence.of("queries").float(), evidence.of("real")
+        place = evidence.length[:, None] - torch.arange(query.shape[2], 0, -1, device=query.device)
+        weight = (real & (place >= self.sink_length))[:, None, :, None].float()
+        count = weight.sum(2, keepdim=True).clamp(min=1)
+        mean = (query * weight).sum(2, keepdim=True) / count
+        centred = (query - mean) * weight
+        expected = expected_attention(mean[:, :, 0], centred.mT @ centred / count, evidence, self.sink_length)
+        return (expected.mean(1) + self.epsilon) * evidence.of("values").float().norm(dim=-1)

@@ -55,10 +55,6 @@ class Kitty(Scheme):
         narrow_to: layers up to this share of the depth hold values of 2 bits in 1 bit (none in the paper).
         wide_keys_from, wide_keys_to: the same for keys (none in the paper).
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
-        fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
-            those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
-            decoding stay the same.
-        fit_values: the same for values.
         trellis_values: encode 2-bit values as walks through a trellis (not in the paper; QTIP, arXiv:2406.11235, does
             so with weights), see `hfkvq.kernels.trellis`: one scale a token, no minimum, sealed a page at a time. For
             rotated values, of heads with a multiple of 8 channels; values of 4 bits stay scalar.

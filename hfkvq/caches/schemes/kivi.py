@@ -34,12 +34,6 @@ class Kivi(Scheme):
         rotate_keys: rotate keys, and queries with them, by Hadamard blocks of up to 128 channels before their page is
             quantized per channel (not in the paper).
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
-        fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
-            those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
-            decoding stay the same.
-        fit_values: the same for values.
-        smooth_keys: whether key channels are centred and scaled before they are rotated, and queries scaled to match
-            (not in the paper): see `hfkvq.caches.layer_state.smoothing`.
     """
 
     name = "kivi"
@@ -83,10 +77,6 @@ class Kivi(Scheme):
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
     smooth_keys: bool = knob(False, choices=(False, True))
-
-    @property
-    def smooths_keys(self) -> bool:
-        return self.smooth_keys
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """One page is one residual block of R tokens."""

@@ -36,12 +36,6 @@ class KVarN(Scheme):
         balance: rule by which a page is balanced: "error" for the least expected error, "deviation" as KVarN's authors.
         sink_length: first tokens kept in full precision.
         page_size: tokens per page.
-        fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
-            those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
-            decoding stay the same.
-        fit_values: the same for values.
-        smooth_keys: whether key channels are centred and scaled before they are rotated, and queries scaled to match
-            (not in the paper): see `hfkvq.caches.layer_state.smoothing`.
     """
 
     name = "kvarn"
@@ -69,10 +63,6 @@ class KVarN(Scheme):
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
     smooth_keys: bool = knob(True, choices=(False, True))
-
-    @property
-    def smooths_keys(self) -> bool:
-        return self.smooth_keys
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """Normed pages of their own widths on both sides, sealed together."""

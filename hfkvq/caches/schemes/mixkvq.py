@@ -64,10 +64,6 @@ class MixKVQ(Scheme):
             head dim up to this.
         sink_length: first tokens kept in full precision.
         page_size: R, tokens sealed together, and window over which queries are averaged; a multiple of G.
-        fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
-            those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
-            decoding stay the same.
-        fit_values: the same for values.
     """
 
     name = "mixkvq"

@@ -39,13 +39,6 @@ class SawInt4(Scheme):
             any other, and its key is like no other.
         local_length: newest tokens kept in full precision (0 in the paper).
         page_size: G, tokens per page.
-        fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
-            those with the least sum of |error| to this power. Without a rotation, or a sink, it adds loss. Memory and
-            decoding stay the same.
-        fit_values: the same for values.
-        smooth_keys: whether key channels are centred and scaled before they are rotated and rounded, and queries scaled
-            to match (not in the paper): see `hfkvq.caches.layer_state.smoothing`. Without it, models with biases on
-            their keys (Qwen2.5) answer at random.
     """
 
     name = "saw-int4"
@@ -87,10 +80,6 @@ class SawInt4(Scheme):
 
         keys = side(key_dim, self.rotate in ("keys", "both"), self.fit)
         return Layout(keys, side(value_dim, self.rotate == "both", self.fit_values), self.sink_length)
-
-    @property
-    def smooths_keys(self) -> bool:
-        return self.smooth_keys
 
     @property
     def shared(self) -> Scheme:

@@ -67,13 +67,6 @@ class TriAxial(Scheme):
             decoding reads more tokens at a time.
         requantize_on_turn_end: whether a new prompt moves cached tokens from 4 bits to 2 if the table now gives them 2,
             in whole pages, the oldest first; see `hfkvq.caches.store.requantize`.
-        fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
-            those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
-            decoding stay the same.
-        fit_values: the same for values.
-        smooth_keys: whether key channels are centred and scaled before they are rounded, and queries scaled to match
-            (not in the paper): see `hfkvq.caches.layer_state.smoothing`. Without it, models with biases on their keys
-            (Qwen2.5) answer at random.
     """
 
     name = "triaxial"
@@ -122,10 +115,6 @@ class TriAxial(Scheme):
     def token_bits(self, keys: Tensor, values: Tensor, position: Tensor, tags: Tensor | None = None) -> Tensor | None:
         """Bits ``b*(s(t))`` of section 3.2.3, 4 for tags that the table lacks: u8 (B, m)."""
         return None if tags is None else self.tag_bits(tags)
-
-    @property
-    def smooths_keys(self) -> bool:
-        return self.smooth_keys
 
     @property
     def untagged_is_wide(self) -> bool:

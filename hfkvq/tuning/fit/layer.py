@@ -15,8 +15,9 @@ from torch import Tensor
 from hfkvq.caches.layer_state.query_statistics import QueryStatistics
 from hfkvq.caches.layer_state.tags import TokenRecord
 from hfkvq.caches.layers import KVLayer, PaddingReader
+from hfkvq.caches.schemes.arkv import Arkv
 from hfkvq.caches.schemes.base import Scheme
-from hfkvq.caches.schemes.eviction import TieredEviction, TokenEviction
+from hfkvq.caches.schemes.eviction import TokenEviction
 from hfkvq.caches.steps.step_buffer import make_plan, room_ahead
 from hfkvq.caches.store import MAX_STEP, SIDES, KVStore
 from hfkvq.kernels.arguments import AttentionArguments
@@ -118,10 +119,10 @@ class _Kind:
 
     def shortened(self, come: Arrival) -> int:
         """Length of a shorter prompt that leaves the same bytes under a budget; whole chunks are left out."""
-        if not isinstance(self.scheme, (TieredEviction, TokenEviction)):
+        if not isinstance(self.scheme, (Arkv, TokenEviction)):
             return come.prompt
         layout = self.scheme.layout(self.key_dim, self.value_dim)
-        if isinstance(self.scheme, TieredEviction):
+        if isinstance(self.scheme, Arkv):
             costs = self.scheme.token_bytes(layout, self.key_dim, self.value_dim, self.itemsize)
             every = (
                 torch.tensor([come.prompt], dtype=torch.int64, device="cpu"),
