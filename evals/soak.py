@@ -60,11 +60,15 @@ class Soak:
             return torch.cuda.memory_allocated(self.device)
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
 
+    @torch.no_grad()
+    def step(self, cache: MixedKVCache, ids: torch.Tensor) -> None:
+        self.model(ids, past_key_values=cache)
+
     def steps(self, cache: MixedKVCache, count: int) -> float:
         """Microseconds of a step."""
         token, start = self.ids[:, :1], clock(self.device)
         for _ in range(count):
-            cache.step(self.model, token)
+            self.step(cache, token)
         return (clock(self.device) - start) / count * 1e6
 
     def block(self, at: int, us: float, **more: Any) -> dict[str, Any]:
@@ -79,7 +83,7 @@ class Soak:
         cache = MixedKVCache(self.model, self.scheme, max_cache_len=PROMPT + turn)
         turns, blocks, times = max(steps // turn, 1), [], []
         for i in range(turns):
-            cache.step(self.model, self.ids)
+            self.step(cache, self.ids)
             times.append(self.steps(cache, turn))
             cache.reset()
             if (i + 1) % max(turns // BLOCKS, 1) == 0:
@@ -91,7 +95,7 @@ class Soak:
         """Steps without an end."""
         before = self.allocated()
         cache, count, blocks = MixedKVCache(self.model, self.scheme), max(tokens // BLOCKS, 1), []
-        cache.step(self.model, self.ids)
+        self.step(cache, self.ids)
         for i in range(0, tokens, count):
             us = self.steps(cache, min(count, tokens - i))
             held = cache.memory().total

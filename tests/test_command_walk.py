@@ -54,7 +54,7 @@ WRONG: dict[str, list[str]] = {
     "part": ["", "nosuch"],
     "field": ["", "nosuch"],
     "host": ["no.such.host.invalid", "", "999.1.1.1"],
-    "chat_format": ["nosuch", "{missing}.json", "{empty}.json", "{garbage}.toml", "{list}.json", "{folder}.json"],
+    "chat_format": ["nosuch", "{missing}.json", "{empty}.json", "{garbage}.json", "{list}.json", "{folder}.json"],
 }  # fmt: skip
 """Wrong values of every parameter that is a text; a new one needs an entry."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import sys
 from pathlib import Path
 
 import optuna
@@ -180,14 +179,6 @@ def test_a_file_is_named_with_what_is_wrong_in_it(tmp_path):
     file.write_text(json.dumps({"kind": "hfkvq preset", "scheme": {"scheme": "kitty", "boost_ratio": "much"}}))
     with pytest.raises(ValueError, match=rf"{file}: boost_ratio: got 'much', allowed a number"):
         Preset.load(file)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="no tomllib")
-def test_deep_toml(tmp_path):
-    file = tmp_path / "format.toml"
-    file.write_text("name = " + "[" * 20_000)
-    with pytest.raises(ValueError, match="nested too deeply"):
-        ChatFormat.from_file(file)
 
 
 def test_bounds():

@@ -12,7 +12,7 @@ PUBLIC = set(
     """
     ARKVCache ExpectedAttentionCache FullCache H2OCache KIVICache KVarNCache KittyCache LatentCache MixKVQCache
     MixedKVCache PrefixStore PyramidKVCache SawInt4Cache Scheme SnapKVCache StreamingLLMCache TOVACache
-    TriAxialCache captured_draft get_scheme list_schemes use watch __version__
+    TriAxialCache get_scheme list_schemes use watch __version__
     """.split()
 )
 

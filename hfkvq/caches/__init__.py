@@ -19,7 +19,6 @@ from .named import (
     StreamingLLMCache,
     TOVACache,
     TriAxialCache,
-    captured_draft,
     make_cache,
 )
 from .prefix_store import PrefixMatch, PrefixStore
@@ -51,7 +50,6 @@ __all__ = [
     "StreamingLLMCache",
     "TOVACache",
     "TriAxialCache",
-    "captured_draft",
     "get_preset",
     "get_scheme",
     "list_schemes",

@@ -637,7 +637,7 @@ class Budget:
         def growth(each: tuple[int, tuple[KVLayer, Scheme]]) -> int:
             _, (layer, scheme) = each
             store = layer.held()
-            return layer_bytes(scheme, shape, room) - held_bytes(store.tensors())
+            return layer_bytes(scheme, shape, room) - held_bytes(store.state.tensors())
 
         try:
             for i, (layer, scheme) in sorted(layers, key=growth):

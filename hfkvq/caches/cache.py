@@ -22,7 +22,7 @@ from .attention.mla import patch_expand_kv
 from .base import outside_inference_mode, warn_once
 from .base.capture import RECORDERS
 from .base.config_switch import NAME, add_cache, restore, switch
-from .base.model_calls import CallInterceptor, intercept, is_inside_call, with_cache
+from .base.model_calls import CallInterceptor, intercept, is_inside_call
 from .base.model_config import head_dim_of, hinders_eviction, stock_layers, text_config
 from .base.recorded import DeviceSync, is_captured, is_recorded, uneven
 from .budget import Budget, parse_evict, parse_memory
@@ -210,11 +210,9 @@ class MixedKVCache(Cache):
         self._rounding = tuple(i for i, x in held.items() if x.smooths or i in mixing)
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._updated = -1
-        self.graphs: StepGraphs | None = None
         if made.sync is not None:
             made.sync.headroom = headroom
-        if made.captured and made.sync is not None:
-            self.graphs = StepGraphs(self, self.preset, made.sync, self.budget is None)
+        self.graphs = self._new_graphs() if made.captured else None
         if attach and made.compressed:  # Masks of other models stay as they are, too: Moshi's do not slide.
             switch(text, self)
         if isinstance(model_or_config, torch.nn.Module):
@@ -595,24 +593,6 @@ class MixedKVCache(Cache):
 
     # Steps.
 
-    def step(self, model: torch.nn.Module, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        """One step of the model with this cache, for loops of your own; captured and replayed like those of `generate`.
-
-        ``model(input_ids, past_key_values=cache)`` does the same with the cache's own model.
-
-        Args:
-            model: the model.
-            input_ids: (B, t), the new tokens.
-            **kwargs: further arguments of the model.
-
-        Returns:
-            What the model returns; its tensors are the caller's own.
-        """
-        if self._model is None or self._model() is not model:
-            self._meet(model)
-        with torch.no_grad():
-            return model(input_ids=input_ids, **with_cache(model, self), use_cache=True, **kwargs)
-
     def between_steps(self, tokens: int = 1) -> None:
         """Does what compiled steps leave to the host, before ``tokens`` more come; asks the device only when it must.
 
@@ -880,7 +860,6 @@ class MixedKVCache(Cache):
         return new
 
     def _new_graphs(self) -> StepGraphs:
-        """Graphs of its own for a cache that has come from another one."""
         sync = self._sync
         assert sync is not None, "steps were captured"
         return StepGraphs(self, self.preset, sync, self.budget is None)

@@ -33,7 +33,7 @@ from .base import outside_inference_mode
 from .layer_state.smoothing import KeySmoothing
 from .layers.layer import KVLayer
 from .layers.recurrent import RecurrentLayer
-from .store.packing import Packed
+from .store.packing import Packed, packed
 
 Tensors = Mapping[str, Tensor]
 
@@ -93,7 +93,7 @@ def _packed_pages(layer: KVLayer) -> Packed:
         return {}, {}
     layer.settle()
     store = layer.store
-    numbers, tensors = store.pack()
+    numbers, tensors = packed(store.state)
     found = {
         "seen": layer.seen,
         "shape": [layer.batch_size, layer.heads, *(store.dims[side] for side in ("keys", "values"))],

@@ -6,11 +6,10 @@ types them: ``MixedKVCache(model, schemes.Kitty(boost_ratio=0.2))`` is ``KittyCa
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,8 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from .base.capture import RECORDERS
-from .base.model_calls import CACHE_NAMES, intercept
+from .base.model_calls import CACHE_NAMES
 from .base.recorded import is_recorded
 from .cache import MixedKVCache
 from .layer_state.tags import TokenRecord
@@ -424,37 +422,3 @@ def make_cache(
     if "tags" in preset.needs:
         return TriAxialCache.of_preset(model, preset, tokenizer=tokenizer, tagger=tagger)
     return MixedKVCache(model, preset)
-
-
-@contextlib.contextmanager
-def captured_draft(model: torch.nn.Module) -> Iterator[None]:
-    """Has a draft model's steps captured in assisted decoding, over pages of 16 bits.
-
-    ``with captured_draft(draft): model.generate(**inputs, past_key_values=cache, assistant_model=draft)``. Within the
-    context every empty `DynamicCache` that the draft is given is replaced, as `generate` makes one for it. Nothing is
-    replaced where steps are not captured (on a CPU), nor for models whose layers no page can hold.
-
-    Args:
-        model: that drafts.
-    """
-
-    def replaced(own: Any) -> Any:
-        if type(own) is not DynamicCache or own.get_seq_length():
-            return own
-        cache = MixedKVCache(model, "full")
-        # Drafts are taken back.
-        cache.activate_past_recording()
-        return cache
-
-    interceptor = intercept(model) if next(model.parameters()).device.type in RECORDERS else None
-    try:
-        MixedKVCache(model, "full", attach=False)
-    except ValueError:
-        interceptor = None
-    if interceptor is not None:
-        interceptor.replace_caches(replaced)
-    try:
-        yield
-    finally:
-        if interceptor is not None:
-            interceptor.replace_caches(None)

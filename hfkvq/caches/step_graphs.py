@@ -107,7 +107,7 @@ class BufferSet:
         known, kind = self._visible, (edition, mask.device)
         if known is None or known[0] != kind:
             # Tokens that have been evicted are before a row's start, as padding is.
-            start = (store.counters[START] - store.dropped)[:: self.allocations[0].plan.fold].to(mask.device)
+            start = (store.counters[START] - store.state.dropped)[:: self.allocations[0].plan.fold].to(mask.device)
             column = torch.arange(self.room, dtype=torch.int32, device=mask.device)
             known = self._visible = (kind, column >= start[:, None], bool((start > 0).any()))
         _, visible, padded = known

@@ -410,7 +410,7 @@ def start_of(layer: KVLayer, index: int) -> int:
     """Padding that a row began with."""
     assert layer.store is not None
     row = index * getattr(layer.store, "fold", 1)
-    return int(layer.store.counters[START, row] - layer.store.dropped[row])
+    return int(layer.store.counters[START, row] - layer.store.state.dropped[row])
 
 
 def tensors_of(thing: Any) -> list[Tensor]:

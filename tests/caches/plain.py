@@ -328,7 +328,7 @@ class Subject:
             if not isinstance(scheme, Arkv) and not self.cropped:
                 assert held >= least
             if held == given:
-                assert int(store.dropped[row]) == 0
+                assert int(store.state.dropped[row]) == 0
             if not held or not bool(plain.valid[b, plain.lead[b] :].all()):
                 # Padding among tokens is like its neighbours.
                 continue

@@ -72,7 +72,7 @@ def held(cache):
     """All bytes that a cache holds, counted from its tensors; asks for nothing that changes it."""
     tensors = []
     for layer in cache.compressed_layers:
-        tensors += [] if layer.store is None else layer.store.tensors()
+        tensors += [] if layer.store is None else layer.store.state.tensors()
         tensors += layer.tensors() + (list(layer._staged) if layer._staged is not None else [])
         tensors += layer.buffer.memory()
     return held_bytes(tensors)

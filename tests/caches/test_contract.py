@@ -351,7 +351,7 @@ MOVES = {
 def test_moved_rows_are_the_rows_fed_alone(scheme):
     """Beams: rows of different lengths trade places, share their past, and part again without touching each other."""
     started, _, _ = _started(scheme)
-    size = sum(x.nbytes for x in started.store.tensors())
+    size = sum(x.nbytes for x in started.store.state.tensors())
     families = list(OF_FAMILIES.values())
     # "part" is all of it, one after the other.
     for how in ("part", *([list(MOVES)[families.index(scheme) % 3]] if scheme in families else [])):
@@ -360,7 +360,7 @@ def test_moved_rows_are_the_rows_fed_alone(scheme):
         move(layer)
         assert layer.batch_size == len(order)
         if how == "select":
-            assert sum(x.nbytes for x in layer.store.tensors()) < size
+            assert sum(x.nbytes for x in layer.store.state.tensors()) < size
         _assert_moved(layer, scheme, order)
 
 
@@ -606,16 +606,16 @@ def test_fixed_capacity_never_moves(scheme):
     rows = [row(1, 100), row(2, 100)]
     first = [x[:30] for x in rows]
     feed(layer, first, [30], [0, 7])
-    addresses = [x.data_ptr() for x in layer.store.tensors()]
-    shapes = [x.shape for x in layer.store.tensors()]
+    addresses = [x.data_ptr() for x in layer.store.state.tensors()]
+    shapes = [x.shape for x in layer.store.state.tensors()]
     valid = torch.arange(100) >= torch.tensor([0, 7])[:, None]
     for at, t in [(30, 1), (31, 20), *((51 + i, 1) for i in range(17)), (68, 16), (84, 7), (91, 9)]:
         queries, keys, values = join([rows[0][at : at + t], rows[1][at - 7 : at - 7 + t]])
         forward(layer, queries, keys, values, valid[:, : at + t])
         if not scheme.evicts:
             # Schemes that evict give pages back and take new ones; their capacity bounds what is seen.
-            assert [x.data_ptr() for x in layer.store.tensors()] == addresses
-            assert [x.shape for x in layer.store.tensors()] == shapes
+            assert [x.data_ptr() for x in layer.store.state.tensors()] == addresses
+            assert [x.shape for x in layer.store.state.tensors()] == shapes
     assert layer.get_max_length() == layer.get_seq_length() == 100
     grown = make(scheme)
     feed(grown, rows, [100], [0, 7])

@@ -102,7 +102,7 @@ def test_it_leaves_what_the_general_way_leaves(name, rows, monkeypatch):
             torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
         for a, b in zip(first, second, strict=True):
             assert torch.equal(a.store.counters, b.store.counters)
-            assert torch.equal(a.store.dropped, b.store.dropped)
+            assert torch.equal(a.store.state.dropped, b.store.state.dropped)
             assert (a.eviction.trim_at, a.eviction.full_at) == (b.eviction.trim_at, b.eviction.full_at)
             for side in ("keys", "values"):
                 assert torch.equal(a.dense(side), b.dense(side))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import CompileConfig, DynamicCache
 
-from hfkvq import MixedKVCache, captured_draft, get_scheme
+from hfkvq import MixedKVCache, get_scheme, use
 from hfkvq.caches.steps import step_buffer
 from hfkvq.caches.steps.step_buffer import StepBuffer
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
@@ -425,9 +425,9 @@ def test_a_drafts_steps_are_captured_where_it_is_asked_for():
     """Within the context alone; tokens are those of the model without a draft."""
     model, draft, made = build("llama"), copy.deepcopy(build("llama", seed=1)), []
     want = model.generate(prompt(1, 30), max_new_tokens=12, do_sample=False)
-    for context in (contextlib.nullcontext(), captured_draft(draft), contextlib.nullcontext()):
+    for context in (contextlib.nullcontext, lambda: use(draft, "full"), contextlib.nullcontext):
         before, cache = PythonGraph.made, MixedKVCache(model, FULL)
-        with context:
+        with context():
             found = _generate(model, cache, prompt(1, 30), max_new_tokens=12, assistant_model=draft)
         assert torch.equal(found, want)
         made.append(PythonGraph.made - before)

@@ -194,7 +194,7 @@ def test_all_and_nothing(name):
     assert life.store.state is state
     assert life.keep(-1.0)
     assert life.store.counters[LENGTH].tolist() == [0, 0]
-    assert life.store.dropped.tolist() == [60, 60]
+    assert life.store.state.dropped.tolist() == [60, 60]
     life.prompt(50)
     life.step()
     life.check()

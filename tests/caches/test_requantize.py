@@ -168,7 +168,7 @@ def test_a_fixed_capacity_is_kept_and_used_again(model, page):
     expected.prompt(widths_of(ids))
     ids = generate(model, cache, ids, 2)
     expected.step(1)
-    addresses = [x.data_ptr() for x in cache.layers[0].store.tensors()]
+    addresses = [x.data_ptr() for x in cache.layers[0].store.state.tensors()]
     size, free = sum(layer.store.nbytes().total for layer in cache.layers), cache.memory().compressed.reserved
     for number in (1, 2):
         ids = torch.cat([ids, turn(70, number)], 1)
@@ -181,7 +181,7 @@ def test_a_fixed_capacity_is_kept_and_used_again(model, page):
     assert cache.memory().compressed.reserved < free
     assert [view.table.shape[1] for view in cache.layers[0].store.runs] == [256 // page, 256 // page]
     if page == 32:
-        assert [x.data_ptr() for x in cache.layers[0].store.tensors()] == addresses
+        assert [x.data_ptr() for x in cache.layers[0].store.state.tensors()] == addresses
 
 
 # What is stored, and attention to it.

@@ -216,13 +216,6 @@ def test_a_format_of_ones_own(tmp_path):
     ]
 
 
-def test_a_format_from_toml(tmp_path):
-    pytest.importorskip("tomllib")
-    path = tmp_path / "own.toml"
-    path.write_text('name = "own"\ndetect = ["@@"]\n[markers]\n"@@me" = "user"\n', encoding="utf-8")
-    assert ChatFormat.from_file(path).markers == {"@@me": "user"}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -96,7 +96,7 @@ def test_a_prompt_keeps_the_tokens_of_highest_score(name):
         assert (dense[:, :, : 60 - count] == 0).all()
         assert torch.equal(dense[:, :, 60 - count :], alone.dense(side, count))
     assert layer.get_seq_length() == 60
-    assert layer.store.dropped.tolist() == [60 - count] * HEADS
+    assert layer.store.state.dropped.tolist() == [60 - count] * HEADS
 
 
 @on_every_scheme

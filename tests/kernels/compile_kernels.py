@@ -482,7 +482,7 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
             store = fill(Pages(store=spec), dim, dim, dtype)
             query = tensor(store.batch, 4 * store.heads, 1, dim, dtype)
             asked = (None, None, 0.1, 0.0, store.format, True)
-            kernels.decode_attention(query, store.counters, store.windows, store.flat_runs(), *asked)
+            kernels.decode_attention(query, store.counters, store.windows, store.state.flat_runs(), *asked)
     for queries, sinks in ((32, None), (1, torch.zeros(2, 4))):
         with case(f"moments over {queries} queries, {'no ' if sinks is None else ''}sinks"):
             real = torch.ones(2, queries, dtype=torch.bool)

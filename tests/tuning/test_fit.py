@@ -114,7 +114,7 @@ def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
             layer.finish(query, AttentionArguments(1.0))
         if layer.seen >= prompt:
             own = [] if layer.buffer is None else layer.buffer.memory()
-            total = held_bytes([*layer.store.tensors(), *layer.tensors(), *own])
+            total = held_bytes([*layer.store.state.tensors(), *layer.tensors(), *own])
             most = max(most, total) if evicts else total
     if "tags" in kind.needs:
         record = TokenRecord(None)
@@ -204,7 +204,7 @@ def test_long_contexts_by_the_store_itself_on_the_meta_device(name):
     x = torch.empty(2, 8, 131072, 128, dtype=torch.bfloat16, device="meta")
     store = KVStore(scheme.layout(128, 128), scheme, x, x)
     store.extend(x, x)
-    expected = sum(tensor.nbytes for tensor in store.tensors())
+    expected = sum(tensor.nbytes for tensor in store.state.tensors())
     assert layer_bytes(scheme, 8, 128, 128, 2, 2, Arrival(131072)) == expected
     assert cache_bytes(QWEN3_8B, name, 131072, 2, graphs=False) == 36 * expected
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,6 @@ class CallInterceptor:
         self._hooks: list[Any] = []
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._adapters: list[weakref.ref[Any]] = []
-        self._replaced: Callable[[Any], Any] | None = None
         # Steps that have been captured: all that they launch is loaded.
         self.captured: set[Any] = set()
         # Modules that run fused while a step is recorded: a `hfkvq.caches.fused_modules.Fusion`.
@@ -56,14 +55,8 @@ class CallInterceptor:
             return model._call_impl(*args, **kwargs)
         name = next((name for name in CACHE_NAMES if kwargs.get(name) is not None), "")
         cache = kwargs.get(name)
-        if self._replaced is not None and cache is not None:
-            kwargs[name] = cache = self._replaced(cache)
         graphs = getattr(cache, "graphs", None)
         return model._call_impl(*args, **kwargs) if graphs is None else graphs.call(model, self, args, kwargs, cache)
-
-    def replace_caches(self, replaced: Callable[[Any], Any] | None) -> None:
-        """Passes each cache that the model is given through a function; None for through none."""
-        self._replaced = replaced
 
     def check_hooks(self) -> str | None:
         """Notes what `fingerprint` watches; says why a hook keeps the model from being captured, or None."""

@@ -8,7 +8,6 @@ how many tokens a row keeps, and asks the device nothing.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -282,8 +281,6 @@ def shared(scheme: EvictionScheme, scores: Tensor, heads: int) -> Tensor:
     return by_row.mean(1, keepdim=True).expand_as(by_row).flatten(0, 1)
 
 
-logger = logging.getLogger(__name__)
-
 S = TypeVar("S", bound=EvictionScheme)
 E = TypeVar("E", bound="Eviction[Any]")
 
@@ -473,27 +470,12 @@ class Eviction(Part, Generic[S]):
 
 
 class EvictingGroup(Group[E]):
-    """The layers of a cache that evict in one way.
-
-    Attributes:
-        warned: whether it has been said that attention hides its queries.
-    """
+    """The layers of a cache that evict in one way."""
 
     def __init__(self, members: Sequence[E]) -> None:
         super().__init__(members)
-        self.warned = False
         for member in members:
             member.group = self
-
-    def warn_unseen(self, scheme: str) -> None:
-        """Says once that attention hides its queries."""
-        if not self.warned:
-            self.warned = True
-            logger.warning(
-                "%s: the cache did not see the queries, so nothing can be evicted and the budget is exceeded; use the "
-                "'hfkvq' attention (attach=True) or sdpa.",
-                scheme,
-            )
 
 
 def store_choice(eviction: Eviction[Any], choice: Choice, keeps_columns: bool = False) -> None:

@@ -188,7 +188,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
         layer, store, policy = self.layer, self.store(), self.policy
         held = store.counters[LENGTH].long()
         prompt = torch.zeros_like(seen.real[:, 0]) if seen.prompt is None else seen.prompt
-        left = self._left(held + store.dropped, held, prompt.repeat_interleave(store.fold))
+        left = self._left(held + store.state.dropped, held, prompt.repeat_interleave(store.fold))
         newest = max(policy.window, layer.hold)
         stays = keep_mask(shared(policy, scores, store.fold), held, left, policy.first, newest)
         if keep_tokens(store, stays, layer.hold, self._weights(seen)):

@@ -7,20 +7,8 @@ addresses, without the host). Parts know their layer as a `LayerBase`; what laye
 all layers of a cache or in none, in `transactions`.
 """
 
-from ..base.recorded import DeviceSync
-from ..eviction.evictor import EvictingGroup, Eviction
-from ..layer_state.base import ROLLBACK
-from ..layer_state.update import PaddingReader
-from .layer import KVLayer
-from .recurrent import HybridLayer, RecurrentLayer
-
-__all__ = [
-    "ROLLBACK",
-    "DeviceSync",
-    "EvictingGroup",
-    "Eviction",
-    "HybridLayer",
-    "KVLayer",
-    "PaddingReader",
-    "RecurrentLayer",
-]
+from ..layer_state.base import ROLLBACK as ROLLBACK
+from ..layer_state.update import PaddingReader as PaddingReader
+from .layer import KVLayer as KVLayer
+from .recurrent import HybridLayer as HybridLayer
+from .recurrent import RecurrentLayer as RecurrentLayer

@@ -15,7 +15,7 @@ from hfkvq.kernels.decode import START, sealed_count
 from hfkvq.kernels.dispatch import exact
 from hfkvq.kernels.pages import Side
 
-from ..base import outside_inference_mode
+from ..base import outside_inference_mode, warn_once
 from ..base.recorded import is_captured, is_recorded
 from ..eviction.evictor import Eviction
 from ..eviction.forgetting import cut_prompt
@@ -409,7 +409,10 @@ class KVLayer(CacheLayerMixin):
         self.seen += tokens
         self.edition += 1
         if unseen and self.eviction is not None:
-            self.eviction.group.warn_unseen(self.scheme.name)
+            warn_once(
+                f"{self.scheme.name}: the cache did not see the queries, so nothing can be evicted and the budget is "
+                "exceeded; use the 'hfkvq' attention (attach=True) or sdpa."
+            )
         return handles(self, batch, heads, self.columns, key_dim, value_states.shape[3])
 
     # An attention call.

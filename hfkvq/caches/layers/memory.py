@@ -141,7 +141,7 @@ def memory_of(pieces: Sequence[Any], seen: int) -> MemoryReport:
     # Layers share some of them.
     small = {id(tensor): tensor for layer in layers for tensor in layer.tensors()}
     buffers = [x for layer in layers if layer.buffer is not None for x in layer.buffer.memory()]
-    ours = [*(x for store in stores for x in store.tensors()), *small.values(), *buffers]
+    ours = [*(x for store in stores for x in store.state.tensors()), *small.values(), *buffers]
     # Scratch of steps, statistics, and memory of which tensors show a part.
     parts += StoreBytes(tables=held_bytes(ours) - parts.total)
     states = [place.tensor for place in slots_of([layer for layer in pieces if isinstance(layer, RecurrentLayer)])]

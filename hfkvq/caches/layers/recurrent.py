@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -271,34 +272,19 @@ class HybridLayer(KVLayer):
     def parts(self) -> list[Any]:
         return [self, self.states]
 
-    # Transformers reads these of a layer that has states.
-
-    @property
-    def number_of_states(self) -> int:
-        return self.states.number_of_states
-
-    @property
-    def conv_states(self) -> dict[int, Tensor | None]:
-        return self.states.conv_states
-
-    @property
-    def recurrent_states(self) -> dict[int, Tensor | None]:
-        return self.states.recurrent_states
-
-    @property
-    def has_previous_state(self) -> dict[int, bool]:
-        return self.states.has_previous_state
+    # Transformers reads these of a layer that has states, and may ask whether tokens can be taken back: they can from
+    # states of convolutions alone.
+    number_of_states = property(attrgetter("states.number_of_states"))
+    conv_states = property(attrgetter("states.conv_states"))
+    recurrent_states = property(attrgetter("states.recurrent_states"))
+    has_previous_state = property(attrgetter("states.has_previous_state"))
+    is_croppable = property(attrgetter("states.is_croppable"))  # type: ignore[assignment]
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         return self.states.update_conv_state(conv_states, state_idx, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         return self.states.update_recurrent_state(recurrent_states, state_idx, **kwargs)
-
-    @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
-        """True if tokens can be taken back: from states of convolutions alone."""
-        return self.states.is_croppable
 
     def activate_past_recording(self) -> None:
         super().activate_past_recording()

@@ -28,21 +28,11 @@ steps do.
 - `packing`: a state for a file. `accounting`: bytes and bits, and checks of a state against itself.
 """
 
-from hfkvq.kernels.step import MAX_STEP
+from hfkvq.kernels.step import MAX_STEP as MAX_STEP
 
-from .accounting import StoreBytes
-from .kvstore import KVStore
-from .state import SIDES, StoreState
-from .windows import EVICTING_GROWTH, GROWTH, Padding, Ragged
-
-__all__ = [
-    "EVICTING_GROWTH",
-    "GROWTH",
-    "MAX_STEP",
-    "SIDES",
-    "KVStore",
-    "Padding",
-    "Ragged",
-    "StoreBytes",
-    "StoreState",
-]
+from .accounting import StoreBytes as StoreBytes
+from .kvstore import KVStore as KVStore
+from .state import SIDES as SIDES
+from .state import StoreState as StoreState
+from .windows import Padding as Padding
+from .windows import Ragged as Ragged

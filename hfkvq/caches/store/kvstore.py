@@ -40,7 +40,7 @@ from ..base import outside_inference_mode
 from ..schemes.base import Layout, Scheme, warn_of_unseen
 from . import accounting
 from .accounting import StoreBytes
-from .packing import Packed, packed, unpacked
+from .packing import unpacked
 from .routing import (
     ColumnTags,
     HostCounters,
@@ -207,10 +207,6 @@ class KVStore:
         return self.state.counters
 
     @property
-    def dropped(self) -> Tensor:
-        return self.state.dropped
-
-    @property
     def windows(self) -> tuple[Tensor, ...]:
         return self.state.windows
 
@@ -221,12 +217,6 @@ class KVStore:
     @property
     def states(self) -> frozenset[RowState]:
         return self.state.states
-
-    def flat_runs(self) -> list[Tensor]:
-        return self.state.flat_runs()
-
-    def tensors(self) -> list[Tensor]:
-        return [*self.state.tensors()]
 
     @property
     def longest(self) -> int:
@@ -259,7 +249,7 @@ class KVStore:
             # The layer's list of sinks has those of each head in turn: rows here take turns with it.
             mask, query = fold_mask(mask, query.shape[0], self.fold), self.folded(query)
         out = kernels.store_attention(
-            query, state.counters, state.windows, self.flat_runs(), mask, sinks, scaling, softcap, self.format
+            query, state.counters, state.windows, state.flat_runs(), mask, sinks, scaling, softcap, self.format
         )
         return self.unfolded(out)
 
@@ -269,7 +259,7 @@ class KVStore:
         Rotated back, or else in the store's basis.
         """
         state, form = self.state, self.format if back else replaced(self.format, rotate_keys=0, rotate_values=0)
-        return self.unfolded(kernels.gather_rows(state.counters, state.windows, self.flat_runs(), columns, form, side))
+        return self.unfolded(kernels.gather_rows(state.counters, state.windows, state.flat_runs(), columns, form, side))
 
     def dense_before(self, new: Tensor, side: Side, columns: int, back: bool = True) -> Tensor:
         """(B, H, columns, D): everything held, as `dense` has it, and ``new`` (B, H, t, D) in the last columns.
@@ -304,12 +294,6 @@ class KVStore:
     def move_into(self, buffer: StepState, blocks: Sequence[int]) -> None:
         self.state = in_buffer(self.state, buffer, blocks)
 
-    def _for_rows(self, q_abs: Tensor | None, tags: ColumnTags | None) -> tuple[Tensor | None, ColumnTags | None]:
-        """Weights of channels and tags of columns of the layer, for the store's rows."""
-        if self.fold == 1:
-            return q_abs, tags
-        return None if q_abs is None else self.folded(q_abs), None
-
     def _rotated(self, x: Tensor, side: Side) -> Tensor:
         return kernels.hadamard(x, self.format.rotate_keys if side == "keys" else self.format.rotate_values)
 
@@ -328,9 +312,6 @@ class KVStore:
         self.state = self.state.replace(states=states, host_counters=None)
         self.counters[START].add_(padding.lead)
         self.counters[LENGTH].add_(tokens - padding.lead)
-
-    def pack(self) -> Packed:
-        return packed(self.state)
 
     def unpack(self, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Takes what another store of the same layout, rows and dtype has packed; the store is empty so far.
@@ -380,10 +361,9 @@ class KVStore:
             values: (B, H, t, Dv).
             hold: newest tokens that must stay unsealed, beyond what the layout says (see `reserve_tail`).
             q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
-            tags: of the first logical columns; see `Scheme.token_bits`. They are the layer's, and not for folded rows.
+            tags: of the first logical columns; see `Scheme.token_bits`.
         """
         keys, values, padding = self.folded(keys), self.folded(values), self._folded_padding(padding)
-        q_abs, tags = self._for_rows(q_abs, tags)
         if padding is not None and padding.source is not None:
             source = padding.source[:, None, :, None]
             keys = keys.gather(2, source.expand_as(keys))
@@ -461,7 +441,6 @@ class KVStore:
         """
         if not self.is_due(hold):
             return False
-        q_abs, tags = self._for_rows(q_abs, tags)
         keys, values = (SealSource(tail, tail.shape[2]) for tail in self.windows[2:])
         return self._seal(keys, values, hold, q_abs, tags)
 
@@ -488,6 +467,9 @@ class KVStore:
         most = then.due
         if not any(most):
             return False
+        if self.fold > 1:
+            # Weights of channels are the layer's, and so are tags, which do not hold for folded rows.
+            q_abs, tags = None if q_abs is None else self.folded(q_abs), None
         from_tail = not keys.tokens
         plain = tags is None and self.seals_widely and (from_tail or keys.first is not None)
         if not self.format.ordered and not plain:
@@ -591,7 +573,7 @@ class KVStore:
         """
         counters = self.counters.clone()
         counters[START] += shorter
-        self.state = self.state.replace(counters=counters, dropped=self.dropped + evicted, settled=settled)
+        self.state = self.state.replace(counters=counters, dropped=self.state.dropped + evicted, settled=settled)
         if columns is not None:
             (row,), pos = self.states, self.runs[-1].pos
             assert pos is not None, "a run of several has positions"
@@ -633,13 +615,13 @@ class KVStore:
     @outside_inference_mode
     def clear(self) -> None:
         """Forgets all tokens; keeps the allocation."""
-        self.counters.zero_()
-        self.dropped.zero_()
-        known = HostCounters.empty(self.counters, EMPTY) if "tags" in self.scheme.needs else None
         state = self.state
+        state.counters.zero_()
+        state.dropped.zero_()
+        known = HostCounters.empty(state.counters, EMPTY) if "tags" in self.scheme.needs else None
         # No row's pages are another's, or lie behind those of a batch that was larger.
         runs = [replaced(view, table=state.own_table(view.table.shape[1])) for view in state.runs]
-        self.state = self.state.replace(
+        self.state = state.replace(
             states=EMPTY, host_counters=known, wide_bound=(0, 0), settled=0, runs=runs, writes=()
         )
 

@@ -1,37 +1,18 @@
 """Triaxial tags of the tokens of a conversation, read from their ids alone."""
 
-from .formats import (
-    FORMATS,
-    MODAL,
-    PAD,
-    SEMANTIC,
-    TAGS,
-    TEMPORAL,
-    ChatFormat,
-    Opening,
-    Span,
-    find_format,
-    get_format,
-    parse_tag,
-    tag_axes,
-)
-from .tagger import ImageTokens, Tagger, placeholders
-
-__all__ = [
-    "FORMATS",
-    "MODAL",
-    "PAD",
-    "SEMANTIC",
-    "TAGS",
-    "TEMPORAL",
-    "ChatFormat",
-    "ImageTokens",
-    "Opening",
-    "Span",
-    "Tagger",
-    "find_format",
-    "get_format",
-    "parse_tag",
-    "placeholders",
-    "tag_axes",
-]
+from .formats import FORMATS as FORMATS
+from .formats import MODAL as MODAL
+from .formats import PAD as PAD
+from .formats import SEMANTIC as SEMANTIC
+from .formats import TAGS as TAGS
+from .formats import TEMPORAL as TEMPORAL
+from .formats import ChatFormat as ChatFormat
+from .formats import Opening as Opening
+from .formats import Span as Span
+from .formats import find_format as find_format
+from .formats import get_format as get_format
+from .formats import parse_tag as parse_tag
+from .formats import tag_axes as tag_axes
+from .tagger import ImageTokens as ImageTokens
+from .tagger import Tagger as Tagger
+from .tagger import placeholders as placeholders

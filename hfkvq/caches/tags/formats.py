@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -10,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hfkvq.bounded import DAMAGE, load_json, read_bounded
+from hfkvq.bounded import DAMAGE, load_json
 
 # Axes of TriAxialKV, section 3.1 and Table 1.
 TEMPORAL = ("older", "turn_m2", "turn_m1", "current")
@@ -156,7 +155,7 @@ class ChatFormat:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> ChatFormat:
-        """Makes a format of plain data, as JSON or TOML give it: lists for tuples, a mapping for a span or an opening.
+        """Makes a format of plain data, as JSON gives it: lists for tuples, a mapping for a span or an opening.
 
         Raises:
             ValueError: A field is unknown or missing, or has a value that is not allowed.
@@ -174,28 +173,15 @@ class ChatFormat:
 
     @classmethod
     def from_file(cls, path: str | Path) -> ChatFormat:
-        """Reads a ``.json`` file, or with Python 3.11 or newer a ``.toml`` file.
+        """Reads a JSON file.
 
         Raises:
-            ValueError: The file holds no chat format, or ends in neither.
-            ImportError: This Python reads no TOML.
+            ValueError: The file holds no chat format.
         """
-        path = Path(path)
-        if path.suffix == ".json":
-            given = load_json(path)
-            if not isinstance(given, dict):
-                raise ValueError(f"chat format: {path.name} holds a {type(given).__name__}, allowed an object.")
-            return cls.from_dict(given)
-        if path.suffix == ".toml":
-            if importlib.util.find_spec("tomllib") is None:
-                raise ImportError(f"chat format: {path.name} needs Python 3.11 or newer; write it as JSON.")
-            import tomllib
-
-            try:
-                return cls.from_dict(tomllib.loads(read_bounded(path)))
-            except RecursionError:
-                raise ValueError(f"chat format: {path.name} is nested too deeply.") from None
-        raise ValueError(f"chat format: got {path.name}, allowed a file that ends in .json or .toml.")
+        given = load_json(path)
+        if not isinstance(given, dict):
+            raise ValueError(f"chat format: {Path(path).name} holds a {type(given).__name__}, allowed an object.")
+        return cls.from_dict(given)
 
 
 def _tuples(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -383,7 +369,7 @@ def find_format(template: str, tokens: Container[str] = ()) -> ChatFormat:
     looked = "; ".join(f"{known.name} by {' and '.join(known.detect)}" for known in FORMATS.values())
     raise ValueError(
         f"chat template: no known format fits; looked for {looked}. Describe the template with "
-        "hfkvq.caches.tags.ChatFormat (from_file reads JSON or TOML) and give it as chat_format."
+        "hfkvq.caches.tags.ChatFormat (from_file reads JSON) and give it as chat_format."
     )
 
 

@@ -19,14 +19,6 @@ _AROUND = ("", "\n", "\n\n", " ")
 _AFTER = (*_AROUND, "{", '{"', "[", '"', "a")
 
 
-class Match(NamedTuple):
-    """Value and length of the sequence at a position, else None and 0; ``open`` if more tokens could change it."""
-
-    value: Any
-    length: int
-    open: bool
-
-
 class Sequences(Generic[Value]):
     """Values by token sequence; of several that fit, the longest counts."""
 
@@ -34,24 +26,13 @@ class Sequences(Generic[Value]):
         self.by_first: dict[int, list[tuple[tuple[int, ...], Value]]] = {}
         for sequence, value in sorted(dict(entries).items(), key=lambda entry: -len(entry[0])):
             self.by_first.setdefault(sequence[0], []).append((sequence, value))
-        # Most markers are one token, with no other sequence that begins with it.
-        self.alone = {
-            first: Match(found[0][1], 1, False)
-            for first, found in self.by_first.items()
-            if len(found) == 1 and len(found[0][0]) == 1
-        }
 
-    def match(self, ids: list[int], at: int) -> Match:
-        """Match of the sequence that begins at ``ids[at]``."""
-        if (alone := self.alone.get(ids[at])) is not None:
-            return alone
-        unfinished = False
+    def match(self, ids: list[int], at: int) -> tuple[Value | None, int]:
+        """Value and length of the sequence that begins at ``ids[at]``, else None and 0."""
         for sequence, value in self.by_first.get(ids[at], ()):
-            window = tuple(ids[at : at + len(sequence)])
-            if window == sequence:
-                return Match(value, len(sequence), unfinished)
-            unfinished |= len(window) < len(sequence) and sequence[: len(window)] == window
-        return Match(None, 0, unfinished)
+            if tuple(ids[at : at + len(sequence)]) == sequence:
+                return value, len(sequence)
+        return None, 0
 
 
 @dataclass
@@ -78,12 +59,6 @@ class Encoder:
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _pieces(self, text: str) -> Iterator[tuple[int, int, int]]:
-        """Id, begin and end of each token of a text."""
-        made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        for token, (begin, end) in zip(made["input_ids"], made["offset_mapping"], strict=True):
-            yield token, begin, end
-
     def forms(
         self, text: str, before: Sequence[str] = _AROUND, after: Sequence[str] = _AFTER, whole: bool = True
     ) -> set[tuple[int, ...]]:
@@ -97,8 +72,11 @@ class Encoder:
             for left in before:
                 for right in after:
                     begin, end = len(left), len(left) + len(text)
-                    pieces = [p for p in self._pieces(left + text + right) if p[2] > begin and p[1] < end]
-                    found.add(tuple(p[0] for p in pieces if whole or p[2] <= end))
+                    whole_text = left + text + right
+                    made = self.tokenizer(whole_text, add_special_tokens=False, return_offsets_mapping=True)
+                    pieces = zip(made["input_ids"], made["offset_mapping"], strict=True)
+                    pieces = [(token, last) for token, (first, last) in pieces if last > begin and first < end]
+                    found.add(tuple(token for token, last in pieces if whole or last <= end))
         return {form for form in found if form}
 
     def blanks(self) -> set[int]:
@@ -152,7 +130,8 @@ class Grammar:
             for name, semantic in form.channels.items()
             for sequence in encoder.forms(name, (form.channel,), ("", form.header_end, " json", " to=a"))
         )
-        self.channel = Sequences((sequence, True) for sequence in _optional(encoder, form.channel))
+        channels = encoder.forms(form.channel) if form.channel else ()
+        self.channel = Sequences((sequence, True) for sequence in channels)
         recipient = _stable(encoder, form.recipient) if form.recipient else ()
         self.recipient = Sequences([(recipient, True)] if recipient else [])
         self.openings: dict[int, Sequences[int]] = {}
@@ -189,10 +168,6 @@ def _events(form: ChatFormat) -> dict[str, Event]:
         if span.close:
             event(span.close).closes += (span,)
     return events
-
-
-def _optional(encoder: Encoder, text: str) -> set[tuple[int, ...]]:
-    return encoder.forms(text) if text else set()
 
 
 def _stable(encoder: Encoder, text: str) -> tuple[int, ...]:
@@ -246,8 +221,7 @@ class Scan:
 
     Attributes:
         kinds: (T,) uint8, ``modal · 7 + semantic``.
-        beginnings: Positions at which turns begin, in order, of the settled tokens alone.
-        settled: Number of tokens whose kind and turn no further token could change.
+        beginnings: Positions at which turns begin, in order.
         place: State of the scan behind the tokens read so far.
     """
 
@@ -256,20 +230,14 @@ class Scan:
         self.ids: list[int] = ids.tolist()
         self.kinds = np.full(len(ids), DELIM, dtype=np.uint8)
         self.beginnings: list[int] = []
-        self.settled, at = len(ids), 0
+        at = 0
         for candidate in np.flatnonzero(look_up(grammar.candidates, ids)).tolist():
             # Candidates inside a header, or a marker of several tokens, are no markers.
             if candidate >= at:
                 self._fill(at, candidate)
                 at = self._marker(candidate)
         self._fill(at, len(self.ids))
-        if self.place.header is not None:
-            self._unsettle(self.place.header)
-        self.beginnings = [at for at in self.beginnings if at < self.settled]
         self.kinds[look_up(grammar.images, ids)] += _IMAGE
-
-    def _unsettle(self, at: int) -> None:
-        self.settled = min(self.settled, at)
 
     def _fill(self, begin: int, end: int) -> None:
         """Text between markers."""
@@ -306,21 +274,16 @@ class Scan:
         place = self.place
         if place.header is None or place.message is None:
             return
-        found = self.grammar.openings[place.message].match(self.ids, at)
-        if found.open:
-            self._unsettle(place.header)
-        self._settle_message(place.message if found.value is None else found.value)
+        found, _ = self.grammar.openings[place.message].match(self.ids, at)
+        self._settle_message(place.message if found is None else found)
 
     def _marker(self, at: int) -> int:
         """Reads the marker, or the text, at a candidate; returns the position after it."""
-        found = self.grammar.events.match(self.ids, at)
-        if found.open:
-            self._unsettle(self.place.header if self.place.header is not None else at)
-        event: Event | None = found.value
+        event, length = self.grammar.events.match(self.ids, at)
         if event is None:
             self._fill(at, at + 1)
             return at + 1
-        end = at + found.length
+        end = at + length
         if event.start:
             return self._header(at, end)
         if event.message is not None:
@@ -365,37 +328,32 @@ class Scan:
         self._close(at)
         ids, grammar = self.ids, self.grammar
         if begin == len(ids):
-            self._unsettle(at)
             self.place = self.place._replace(scaffold=True)
             return begin
-        role = grammar.roles.match(ids, begin)
-        if role.open:
-            self._unsettle(at)
+        role, length = grammar.roles.match(ids, begin)
         other = SEMANTIC.index(grammar.format.other_role)
-        message = other if role.value is None else role.value
+        message = other if role is None else role
         if grammar.format.header_end == "\n":
             self._begin(at, message)
-            return begin + role.length
+            return begin + length
         end = self._header_end(begin)
         if end is None:
             # Headers that are too long, or broken by another marker, have no role.
             self._begin(at, other)
             return begin
         if end < 0:
-            self._unsettle(at)
             self.place = self.place._replace(scaffold=True)
             return len(ids)
-        stop, after = end, end + grammar.events.match(ids, end).length
         if message == ASSISTANT:
-            message = self._channel(begin, stop)
+            message = self._channel(begin, end)
         self._begin(at, message)
-        return after
+        return end + grammar.events.match(ids, end)[1]
 
     def _header_end(self, begin: int) -> int | None:
         """Position of the marker that ends a header; -1 if the ids end before it, None if there is none."""
         ids = self.ids
         for at in range(begin, min(begin + _HEADER_LIMIT, len(ids))):
-            event: Event | None = self.grammar.events.match(ids, at).value
+            event, _ = self.grammar.events.match(ids, at)
             if event is not None and event.header_end:
                 return at
             if event is not None and (event.start or event.end or event.message is not None):
@@ -405,13 +363,13 @@ class Scan:
     def _channel(self, begin: int, end: int) -> int:
         """Semantic of an assistant's message by the rest of its header."""
         header, grammar = self.ids[begin:end], self.grammar
-        if any(grammar.recipient.match(header, at).value for at in range(len(header))):
+        if any(grammar.recipient.match(header, at)[0] for at in range(len(header))):
             return TOOL_CALL
         for at in range(len(header)):
-            found = grammar.channel.match(header, at)
-            if found.value and at + found.length < len(header):
-                name = grammar.channels.match(header, at + found.length)
-                return ASSISTANT if name.value is None else name.value
+            found, length = grammar.channel.match(header, at)
+            if found and at + length < len(header):
+                name, _ = grammar.channels.match(header, at + length)
+                return ASSISTANT if name is None else name
         return ASSISTANT
 
 
@@ -509,7 +467,7 @@ class Tagger:
     and ``older``. Tokens before the first turn are ``older``, so that the tags of a shared system prompt never
     change. Tool results never begin a turn, under any role. An answer before any user message
     begins one: its question was cut off. A header at the end of the ids whose message may still turn out to be a tool
-    result belongs to the turn before it.
+    result, as it has no token yet, belongs to the turn before it.
 
     Roles give ``inst``, ``user``, ``assistant`` and ``obs``; brackets give ``reasoning`` and ``tool_call``. Markers,
     headers, the newlines right after them and the white space between messages are ``delim``. Text outside any message,

@@ -178,12 +178,13 @@ class _Kind:
                 plan = replace(layer.buffer.plan, rows=rows, fold=heads, query_heads=heads * share)
             else:
                 plan = replace(layer.buffer.plan, rows=rows, heads=heads)
-            held = buffer_bytes(plan) + rows * store.dropped.nbytes
+            held = buffer_bytes(plan) + rows * store.state.dropped.nbytes
         else:
             own = 1 if self.evicts else heads
             # Tensors of more than two axes have the heads in the second.
             shapes = [
-                (x.itemsize, (*x.shape[:1], own, *x.shape[2:]) if x.dim() > 2 else x.shape) for x in store.tensors()
+                (x.itemsize, (*x.shape[:1], own, *x.shape[2:]) if x.dim() > 2 else x.shape)
+                for x in store.state.tensors()
             ]
             held = rows * sum(size * math.prod(shape) for size, shape in shapes)
         if layer.eviction is not None:
