@@ -57,73 +57,54 @@ class NamedCache(MixedKVCache):
 
 
 class KittyCache(NamedCache):
-    """`MixedKVCache` with the Kitty scheme: 2-bit pages whose strongest key channels get 4 bits.
-
-    ``KittyCache(model)`` is the paper's Kitty (preset ``kitty``); ``boost_ratio=0.25`` makes it Kitty-Pro. The
-    default preset of ``MixedKVCache(model)`` is another one, ``best-3.4``, with further options of this scheme.
-    """
+    """Kitty: 2-bit pages whose strongest key channels get 4 bits; ``boost_ratio=0.25`` makes it Kitty-Pro."""
 
     preset_name = "kitty"
 
 
 class KIVICache(NamedCache):
-    """`MixedKVCache` with the KIVI scheme: keys per channel, values per token, in 2 or 4 bits.
-
-    ``KIVICache(model)`` is the paper's 2 bits, ``KIVICache(model, bits=4)`` its 4.
-    """
+    """KIVI: keys per channel, values per token, in 2 bits, or with ``bits=4`` in 4."""
 
     preset_name = "kivi"
 
 
 class MixKVQCache(NamedCache):
-    """`MixedKVCache` with the MixKVQ scheme: key channels in 2, 4 or 16 bits, by their error as queries see it.
+    """MixKVQ: key channels in 2, 4 or 16 bits, by their error as queries see it.
 
-    ``MixKVQCache(model)`` fills the room of each page with its most salient channels;
-    ``MixKVQCache(model, select="thresholds", tau_bf16=1.44, tau_int4=0.79)`` raises by the paper's thresholds.
+    The most salient channels fill the room of each page; ``select="thresholds"`` raises by the paper's thresholds.
     """
 
     preset_name = "mixkvq"
 
 
 class SawInt4Cache(NamedCache):
-    """`MixedKVCache` with the SAW-INT4 scheme: token-wise INT4 after a Hadamard rotation.
-
-    ``SawInt4Cache(model)`` rotates keys in blocks of up to 128; ``rotate="both"`` rotates values too.
-    """
+    """SAW-INT4: token-wise INT4 after a Hadamard rotation of keys, with ``rotate="both"`` of values too."""
 
     preset_name = "saw-int4"
 
 
 class KVarNCache(NamedCache):
-    """`MixedKVCache` with the KVarN scheme: keys and values rotated, tokens and channels balanced; keys in 4 bits.
-
-    ``KVarNCache(model, value_bits=4)`` is ``kvarn-k4v4``, the closest to bf16 of all measured presets.
-    """
+    """KVarN: keys and values rotated, tokens and channels balanced; keys in 4 bits, values in 2 or ``value_bits=4``."""
 
     preset_name = "kvarn"
 
 
 class LatentCache(NamedCache):
-    """`MixedKVCache` for latent attention (DeepSeek, Kimi, GLM, LongCat): latents in 4 or 8 bits, beside rotary parts.
-
-    ``LatentCache(model)`` is ``latent-4``, ``LatentCache(model, bits=8, rope_bits=16)`` is ``latent-8``.
-    """
+    """Latent attention (DeepSeek, Kimi, GLM, LongCat): latents in 4 bits, or 8 (``bits=8, rope_bits=16``)."""
 
     preset_name = "latent-4"
 
 
 class FullCache(NamedCache):
-    """`MixedKVCache` with pages of the model's own dtype: the control, which differs from bf16 only by rounding."""
+    """Pages of the model's own dtype: the control, which differs from bf16 only by rounding."""
 
     preset_name = "full"
 
 
 class ARKVCache(NamedCache):
-    """`MixedKVCache` with the ARKV scheme: the best tokens in 16 bits, the next in fp8, the others evicted.
+    """ARKV: the best tokens in 16 bits, the next in fp8, the others evicted.
 
-    ``ARKVCache(model, budget_tokens=512)`` keeps at most 512 tokens in each KV head of each layer;
-    ``budget_bytes=...`` counts bytes instead, so that few bits make room for more tokens. Layers share what they learn
-    from a prompt: how many tokens one keeps whole depends on how its attention compares with that of the others.
+    ``budget_tokens=512`` keeps at most 512 tokens in each KV head of each layer, ``budget_bytes`` counts bytes instead.
     `get_seq_length` counts tokens seen; `memory` shows what is stored.
     """
 
@@ -131,40 +112,37 @@ class ARKVCache(NamedCache):
 
 
 class SnapKVCache(NamedCache):
-    """`MixedKVCache` that evicts as SnapKV does: it keeps the tokens of a prompt that its last queries attend to.
-
-    ``SnapKVCache(model, budget_tokens=1024, pages="kitty-pro")`` stores the kept tokens in Kitty-Pro's pages.
-    """
+    """SnapKV: keeps the tokens of a prompt that its last queries attend to, in pages of ``pages="kitty-pro"``, say."""
 
     preset_name = "snapkv"
 
 
 class PyramidKVCache(NamedCache):
-    """`MixedKVCache` that evicts as PyramidKV does: SnapKV's tokens, more of them in lower layers."""
+    """PyramidKV: SnapKV's tokens, more of them in lower layers."""
 
     preset_name = "pyramidkv"
 
 
 class H2OCache(NamedCache):
-    """`MixedKVCache` that evicts as H2O does: it keeps the newest tokens, and those attended to most so far."""
+    """H2O: keeps the newest tokens, and those attended to most so far."""
 
     preset_name = "h2o"
 
 
 class StreamingLLMCache(NamedCache):
-    """`MixedKVCache` that evicts as StreamingLLM does: it keeps the first tokens and the newest."""
+    """StreamingLLM: keeps the first tokens and the newest."""
 
     preset_name = "streaming-llm"
 
 
 class TOVACache(NamedCache):
-    """`MixedKVCache` that evicts as TOVA does: it keeps the tokens that the newest query attends to."""
+    """TOVA: keeps the tokens that the newest query attends to."""
 
     preset_name = "tova"
 
 
 class ExpectedAttentionCache(NamedCache):
-    """`MixedKVCache` that evicts by expected attention: it keeps what future queries are expected to attend to."""
+    """Expected attention: keeps what future queries are expected to attend to."""
 
     preset_name = "expected-attention"
 
@@ -200,7 +178,7 @@ class _Hook:
 
 
 class TriAxialCache(NamedCache):
-    """`MixedKVCache` with the TriAxialKV scheme: 2 or 4 bits per token, by turn, modality and role.
+    """TriAxialKV: 2 or 4 bits per token, by turn, modality and role.
 
     ``TriAxialCache(model, tokenizer)`` needs nothing else: the cache sees the token ids of every forward that it is
     passed to, and the tokenizer's chat template says what they are. If it is made from the config
@@ -288,8 +266,7 @@ class TriAxialCache(NamedCache):
     @property
     def _seen(self) -> int:
         self._catch_up()
-        layers = self.compressed_layers
-        return layers[0].get_seq_length() if layers else self.get_seq_length()
+        return (self.compressed_layers or self.layers)[0].get_seq_length()  # type: ignore[union-attr]
 
     def see(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> None:
         """Shows the cache the conversation before the model gets its newest part.
@@ -330,19 +307,13 @@ class TriAxialCache(NamedCache):
         self.tokens.expect(input_ids, attention_mask, seen)
 
     def arrive(self, ids: Tensor, mask: Tensor | None = None, inputs: Mapping[str, Any] | None = None) -> None:
-        """Takes note of what the model is about to be given; the model's hook calls this.
-
-        Args:
-            ids: (B, t), the new tokens.
-            mask: (B, seen + t), 0 at padding, or None.
-            inputs: all that the model is given, pixels of images among it.
+        """Takes note of what the model is about to be given, new tokens (B, t) first; the model's hook calls this.
 
         Raises:
-            ValueError: other tokens than `see` was shown, or images whose placeholders nobody has expanded. Nothing is
+            ValueError: other tokens than `see` was shown, or images whose placeholders were not expanded. Nothing is
                 changed then.
         """
-        seen = self._seen
-        layers = self.compressed_layers
+        seen, layers = self._seen, self.compressed_layers
         if not layers or (seen and ids.shape[0] != layers[0].batch_size):
             # Layers refuse a wrong number of rows themselves, and without layers nothing has widths.
             return

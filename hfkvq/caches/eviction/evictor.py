@@ -60,15 +60,10 @@ def token_order(store: KVStore | StoreState, where: Tensor) -> Tensor:
 def stored_evidence(
     kinds: Collection[Kind], store: KVStore, seen: QueryWindow, where: Tensor, order: Tensor
 ) -> Iterator[tuple[slice, Evidence]]:
-    """Evidence of what is stored, a few folded rows at a time; nothing is computed but what is asked for.
+    """Evidence of what is stored, the queries' own tokens included, a few folded rows at a time, and which rows.
 
-    Keys, values and queries are in the basis of the store, which keeps products and norms.
-
-    Args:
-        store: what the layer holds, the queries' own tokens included.
-
-    Yields:
-        The rows; their evidence, in which nobody pays a token that no query sees.
+    Nothing is computed but what is asked for. Keys, values and queries are in the basis of the store, which keeps
+    products and norms; nobody pays a token that no query sees.
     """
     query, real = store.folded(seen.query), seen.real.repeat_interleave(store.fold, 0)
     if kinds:
@@ -173,8 +168,7 @@ class Choice(NamedTuple):
     """Choice of a first prompt's tokens, as `KVStore.extend` takes it.
 
     Attributes:
-        keys: (B, H, n, Dk), each KV head's own tokens, in order.
-        values: (B, H, n, Dv), likewise.
+        keys: (B, H, n, Dk), each KV head's own tokens, in order; so are ``values``.
         columns: i64 (B*H, n), of the prompt, where these tokens stand.
         scores: f32 (B*H, n), of the same tokens.
         padding: rows that keep fewer than n tokens begin with padding; None where none does.
@@ -210,10 +204,8 @@ def choose(
     Where every step is judged, scores are wanted even if all tokens stay.
 
     Args:
-        layer: index of the layer in the model.
         query: (B, Hq, Q, D), after RoPE: all queries, or the newest ``scheme.queries`` where nobody asks for more.
-        keys: (B, H, T, Dk), as the model gave them.
-        values: (B, H, T, Dv), likewise.
+        keys: (B, H, T, Dk), as the model gave them; so are ``values``.
         hold: newest tokens that have to stay, beyond the scheme's window.
     """
     heads, tokens = keys.shape[1:3]
@@ -250,16 +242,7 @@ def choose(
 
 
 def keep(scores: Tensor, keys: Tensor, values: Tensor, room: int, first: int, newest: int) -> Choice:
-    """The tokens of highest score of a prompt without padding.
-
-    Args:
-        scores: f32 (B*H, T).
-        keys: (B, H, T, Dk).
-        values: (B, H, T, Dv).
-        room: tokens of a row that stay; at least those that always do, at most T.
-        first: first tokens that always stay.
-        newest: newest tokens that always stay.
-    """
+    """The tokens of highest score (f32 (B*H, T)) of a prompt without padding; arguments as of `keep_columns`."""
     (batch, _, tokens, _), columns = keys.shape, keep_columns(scores, room, first, newest)
     evicted = torch.full((batch,), tokens - room, dtype=torch.int32, device=keys.device)
     sides, rows = _gathered(columns, keys, values), frozenset({(tokens, room)})
@@ -328,9 +311,6 @@ class Eviction(Part, Generic[S]):
         layout = self.policy.layout(keys.shape[-1], values.shape[-1])
         return KVStore(layout, self.layer.scheme, keys, values, headwise=True)
 
-    def store(self) -> KVStore:
-        return self.layer.held()
-
     @property
     def full_at(self) -> int:
         """Tokens seen at which a row may outgrow its budget."""
@@ -361,7 +341,7 @@ class Eviction(Part, Generic[S]):
 
     def before_begin(self) -> bool:
         """Notes for which rows the coming call is a prompt; whether its queries are to be kept."""
-        layer, store, new = self.layer, self.store(), self.layer.new_columns
+        layer, store, new = self.layer, self.layer.held(), self.layer.new_columns
         starts = any(state.length == 0 for state in store.states)
         asks = new > MAX_STEP or starts or self.asks_every_step or layer.seen >= self.full_at
         if not new or not asks:
@@ -401,7 +381,7 @@ class Eviction(Part, Generic[S]):
     def may_be_cut(self, seen: QueryWindow | None) -> bool:
         """True if what is staged is a first prompt, whole and alone, whose queries have been shown."""
         layer = self.layer
-        if seen is None or seen.prompt is None or layer.staged is None or self.store().longest:
+        if seen is None or seen.prompt is None or layer.staged is None or self.layer.held().longest:
             return False
         mask = seen.arguments.mask
         return layer.staged_length == layer.seen and (mask is None or mask.shape[-1] >= layer.seen)
@@ -414,7 +394,7 @@ class Eviction(Part, Generic[S]):
 
     def judge_pending(self) -> None:
         """Judges what is stored by the queries that have been kept, and trims what has outgrown its budget."""
-        seen, store = self.pending, self.store()
+        seen, store = self.pending, self.layer.held()
         # Rows may hold nothing but padding so far.
         if seen is not None and store.longest:
             with unchanged_on_error([self, self.layer, store]):
@@ -432,7 +412,7 @@ class Eviction(Part, Generic[S]):
     def _remember(self, scores: Tensor) -> None:
         """Keeps scores, NaN behind a row's last token: what comes there has no history."""
         rank = torch.arange(scores.shape[1], device=scores.device)
-        self.scores = scores.masked_fill(rank >= self.store().counters[LENGTH, :, None], torch.nan)
+        self.scores = scores.masked_fill(rank >= self.layer.held().counters[LENGTH, :, None], torch.nan)
 
     # Files.
 
@@ -458,7 +438,7 @@ class Eviction(Part, Generic[S]):
 
     def take_rows(self, rows: Tensor) -> None:
         if self.scores is not None:
-            self.scores = self.scores[self.store().rows_of(rows.to(self.scores.device))]
+            self.scores = self.scores[self.layer.held().rows_of(rows.to(self.scores.device))]
 
     def notes(self) -> tuple[list[Tensor], list[Tensor]]:
         """Tensors that it holds: with an entry for each of the layer's rows, and for each of the store's."""
@@ -478,24 +458,23 @@ class EvictingGroup(Group[E]):
             member.group = self
 
 
-def store_choice(eviction: Eviction[Any], choice: Choice, keeps_columns: bool = False) -> None:
+def store_choice(layer: LayerBase, choice: Choice, window: int, keeps_columns: bool = False) -> None:
     """Stores what stays of a staged first prompt as if it were all of it; it is staged still if that fails.
 
     Args:
         keeps_columns: whether sealed tokens keep their logical columns; else they move up to newer ones.
+        window: newest tokens that always stay.
     """
-    layer, store = eviction.layer, eviction.store()
-    before = layer.staged, layer.padding
+    store, before = layer.held(), (layer.staged, layer.padding)
     layer.staged, layer.padding = (choice.keys, choice.values), choice.padding
     try:
         layer.store_staged()
     except BaseException:
         layer.staged, layer.padding = before
         raise
-    eviction.pending = None
     if any(given > held for given, held in choice.rows):
         # Newer tokens have their columns still.
-        settled, evicted = layer.seen - max(eviction.policy.window, layer.hold), choice.evicted
+        settled, evicted = layer.seen - max(window, layer.hold), choice.evicted
         columns = choice.columns if keeps_columns else None
         store.note_evicted(choice.shorter, evicted.repeat_interleave(store.fold), settled, columns)
         layer.evicted = True

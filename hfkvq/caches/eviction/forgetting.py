@@ -22,7 +22,7 @@ from ..schemes.eviction import SnapKV
 from ..store import StoreState
 from ..store.relaid import Kept, Reader, pages_at_a_time
 from ..store.row_lengths import RowState
-from .evictor import choose
+from .evictor import choose, store_choice
 
 
 def page_size(state: StoreState) -> int:
@@ -135,18 +135,9 @@ def cut_prompt(layer: LayerBase, scheme: SnapKV, query: Tensor, arguments: Atten
     arguments = arguments.biased()
     if arguments.mask is not None and arguments.mask.shape[2] > scheme.window:
         arguments = arguments._replace(mask=arguments.mask[:, :, -scheme.window :])
-    newest, store, before = query[:, :, -scheme.window :], layer.held(), (layer.staged, layer.padding)
+    newest = query[:, :, -scheme.window :]
     choice = choose(scheme, 0, 1, newest, *layer.staged, arguments, hold=layer.hold, padding=layer.padding)
-    if choice is None:
-        # Rows are so much shorter than the prompt that all of them fit.
-        return
-    layer.staged, layer.padding = (choice.keys, choice.values), choice.padding
-    try:
-        layer.store_staged()
-    except BaseException:
-        layer.staged, layer.padding = before
-        raise
-    store.note_evicted(choice.shorter, choice.evicted, layer.seen - max(scheme.window, layer.hold))
-    layer.evicted = True
-    layer.edition += 1
-    layer.bind()
+    # Without a choice, rows are so much shorter than the prompt that all of them fit.
+    if choice is not None:
+        store_choice(layer, choice, scheme.window)
+        layer.bind()

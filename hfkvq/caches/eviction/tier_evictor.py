@@ -187,9 +187,10 @@ class TierEvictor(Eviction[Arkv]):
             scores.append(policy.scores(found))
             statistics += self._statistics(found)
         strength = self._strength_of(statistics)
-        choice = keep(torch.cat(scores), keys, values, room, 0, max(self.newest, *self.store().sizes.local))
+        choice = keep(torch.cat(scores), keys, values, room, 0, max(self.newest, *self.layer.held().sizes.local))
         provisional = torch.ones(len(choice.scores), dtype=torch.bool, device=layer.device)
-        store_choice(self, choice, keeps_columns=True)
+        store_choice(layer, choice, policy.window, keeps_columns=True)
+        self.pending = None
         self.strength, self.scores, self.provisional = strength, choice.scores, provisional
         self.prompts += 1
         self.group.report(self.prompts)
@@ -197,7 +198,7 @@ class TierEvictor(Eviction[Arkv]):
 
     def _room_of_prompt(self) -> int:
         """Tokens of a row that a first prompt is cut to; 0 where it has to go the general way."""
-        layer, policy, store, costs = self.layer, self.policy, self.store(), self.budget.costs
+        layer, policy, store, costs = self.layer, self.policy, self.layer.held(), self.budget.costs
         sizes = store.sizes
         newest, unit = max(self.newest, *sizes.local), sizes.unit[0]
         past, alike = layer.seen - newest, sizes.local[0] == sizes.local[1] and sizes.unit[1] == unit
@@ -224,7 +225,7 @@ class TierEvictor(Eviction[Arkv]):
     # Judging and trimming.
 
     def _judge(self, seen: QueryWindow) -> None:
-        store, policy, due = self.store(), self.policy, self.layer.seen >= self.full_at
+        store, policy, due = self.layer.held(), self.policy, self.layer.seen >= self.full_at
         where = positions(store)
         order = token_order(store, where)
         scores, statistics = torch.empty(order.shape, device=order.device, dtype=torch.float32), []
@@ -258,7 +259,7 @@ class TierEvictor(Eviction[Arkv]):
     @property
     def kind(self) -> tuple[object, ...]:
         """Equal in layers whose tiers can be assigned together."""
-        state = self.store().state
+        state = self.layer.held().state
         windows = tuple(window.shape[2] for window in state.windows)
         sizes = state.batch, tuple(state.dims.values()), windows, used_blocks(state)
         return state.device, state.dtype, sizes, self.policy, self.budget, self.newest
@@ -268,11 +269,11 @@ class TierEvictor(Eviction[Arkv]):
         own = self.strength
         if own is None or most is None:
             own = most = torch.ones(self.layer.batch_size, device=self.layer.device, dtype=torch.float32)
-        return self.policy.share(own, most.to(own.device)).repeat_interleave(self.store().fold)
+        return self.policy.share(own, most.to(own.device)).repeat_interleave(self.layer.held().fold)
 
     def take_tiers(self, done: Requantized | None, rows: slice) -> None:
         """Takes the layer's part of what was made of several layers' rows; None where no token has moved."""
-        layer, store = self.layer, self.store()
+        layer, store = self.layer, self.layer.held()
         if done is None:
             self.trim_at = layer.seen + 1 + max(int(self.budget.room(store).min()), 0)
             return
@@ -291,7 +292,7 @@ class TierEvictor(Eviction[Arkv]):
         ``prompt`` (bool (B*H,)) are those that have had a prompt just now. ``where`` and ``order`` are what `positions`
         and `token_order` say.
         """
-        layer, store, policy = self.layer, self.store(), self.policy
+        layer, store, policy = self.layer, self.layer.held(), self.policy
         over = self.budget.room(store) < 0
         # Until all layers are done, as many tokens as the budget could hold in few bits.
         final = all(x.prompts == self.prompts for x in self.group.members)
@@ -326,7 +327,7 @@ class TierEvictor(Eviction[Arkv]):
         if self.strength is not None:
             self.strength = self.strength[rows.to(self.strength.device)]
         if self.provisional is not None:
-            self.provisional = self.provisional[self.store().rows_of(rows.to(self.provisional.device))]
+            self.provisional = self.provisional[self.layer.held().rows_of(rows.to(self.provisional.device))]
 
     def notes(self) -> tuple[list[Tensor], list[Tensor]]:
         by_row, by_head = super().notes()
@@ -373,8 +374,8 @@ def assign_tiers(members: Sequence[TierEvictor], most: Tensor | None) -> None:
 @outside_inference_mode
 def _assign_together(alike: Sequence[TierEvictor], most: Tensor | None) -> None:
     """`assign_tiers` of layers of one `kind`, which all have scores and rows whose tiers are not final."""
-    one, state = alike[0], joined([member.store().state for member in alike])
-    store, where = one.store(), positions(state)
+    one, state = alike[0], joined([member.layer.held().state for member in alike])
+    store, where = one.layer.held(), positions(state)
     order, over = token_order(state, where), torch.cat([x.provisional for x in alike if x.provisional is not None])
     share = torch.cat([member.share(most) for member in alike])
     # Layers where sealing waits for the next update may hold tokens that have no score yet.

@@ -60,7 +60,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
         # Budgets may fall while tokens come.
         given = torch.arange(1, room + 1, dtype=torch.int64, device="cpu")
         left = int(self.policy.room(given, given, *self.place, self.layer.hold).max())
-        return (left + interval,) * len(self.store().runs)
+        return (left + interval,) * len(self.layer.held().runs)
 
     # An attention call.
 
@@ -106,13 +106,14 @@ class TokenEvictor(Eviction[EvictionScheme]):
         choice = choose(self.policy, *self.place, *given, hold=layer.hold, padding=layer.padding)
         if choice is None:
             return False
-        store_choice(self, choice)
+        store_choice(layer, choice, self.policy.window)
+        self.pending = None
         self._rows, self._rows_at = choice.rows, layer.seen
         if self.asks_every_step:
             scores = choice.scores
             if choice.padding is not None:
                 rank = torch.arange(scores.shape[1], device=scores.device)
-                lead = choice.padding.lead.long().repeat_interleave(self.store().fold)
+                lead = choice.padding.lead.long().repeat_interleave(self.layer.held().fold)
                 scores = scores.gather(1, (rank + lead[:, None]).clamp(max=scores.shape[1] - 1))
             self._remember(scores)
         self._plan_trim()
@@ -124,7 +125,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
         """Rows once ``seen`` tokens had come, of which none has been evicted since the last trim."""
         if not self.layer.evicted:
             more = seen - self.layer.seen
-            return frozenset((state.length + more, state.length + more) for state in self.store().states)
+            return frozenset((state.length + more, state.length + more) for state in self.layer.held().states)
         more = seen - self._rows_at
         return frozenset((max(given + more, 0), max(held + more, 0)) for given, held in self._rows)
 
@@ -152,8 +153,8 @@ class TokenEvictor(Eviction[EvictionScheme]):
         rows, after = self._rows_at_length(self.layer.seen), self._rows_after(seen.prompt is not None)
         trims = rows != after
         if trims or self.asks_every_step:
-            where = positions(self.store())
-            order = token_order(self.store(), where)
+            where = positions(self.layer.held())
+            order = token_order(self.layer.held(), where)
             scores = self._scores(seen, where, order)
             if trims:
                 scores = self._trim(scores, seen)
@@ -175,7 +176,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
     def _scores(self, seen: QueryWindow, where: Tensor, order: Tensor) -> Tensor:
         """f32 (B*H, n), oldest token first; with their history, if the scheme remembers and a token has one."""
         policy = self.policy
-        found = stored_evidence(policy.evidence, self.store(), seen, where, order)
+        found = stored_evidence(policy.evidence, self.layer.held(), seen, where, order)
         scores = torch.cat([policy.scores(evidence) for _, evidence in found])
         if self.scores is None or not policy.remembers:
             return scores
@@ -185,7 +186,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
 
     def _trim(self, scores: Tensor, seen: QueryWindow) -> Tensor:
         """Evicts what is beyond the budget; scores of what is left. Asks the device once."""
-        layer, store, policy = self.layer, self.store(), self.policy
+        layer, store, policy = self.layer, self.layer.held(), self.policy
         held = store.counters[LENGTH].long()
         prompt = torch.zeros_like(seen.real[:, 0]) if seen.prompt is None else seen.prompt
         left = self._left(held + store.state.dropped, held, prompt.repeat_interleave(store.fold))
@@ -203,8 +204,8 @@ class TokenEvictor(Eviction[EvictionScheme]):
         """Mean magnitude of the queries shown, by which channels of pages that are made again are weighed."""
         if "query" not in self.policy.needs:
             return None
-        query = self.store().folded(seen.query).float().abs().mean(1)
-        real = seen.real.repeat_interleave(self.store().fold, 0)[..., None].float()
+        query = self.layer.held().folded(seen.query).float().abs().mean(1)
+        real = seen.real.repeat_interleave(self.layer.held().fold, 0)[..., None].float()
         return (query * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
 
     def pack(self) -> Packed:

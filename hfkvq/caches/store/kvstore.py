@@ -84,8 +84,6 @@ def write_pages(
 
     Args:
         pages: where they go: tensors in the order of ``fmt.names``, table i32 (B, n), tokens there and new ones (B,).
-        fmt: the format of these pages.
-        side: "keys" or "values".
         source: (B, H, L, D), in the basis of the store.
         index: i32 (B, m), column of each new token.
         q_abs: f32 (B, H, D), see `Scheme.channel_bits`; of keys only.
@@ -117,17 +115,18 @@ class KVStore:
     layer's shapes (B, H, ...); counters, tables, windows and pages are folded. Tokens seal as in any store until a
     requantization gives each row tokens and tiers of its own.
 
+    Arguments of methods mean the same everywhere. ``hold``: newest tokens that must stay unsealed, beyond what the
+    layout says. ``q_abs``: f32 (B, H, Dk), see `Scheme.channel_bits`. ``tags``: of the first logical columns, see
+    `Scheme.token_bits`. ``keys`` (B, H, t, Dk) and ``values`` (B, H, t, Dv) are not rotated.
+
     Attributes:
         growth: factor by which runs that have no room grow.
         fold: rows of the store for each of the layer's: KV heads of a headwise store, else 1.
 
     Args:
-        layout: static layout of both sides.
-        keys: (B, H, t, Dk), any tensor of the shape, dtype and device to come.
-        values: (B, H, t, Dv), likewise.
+        keys: any tensor of the shape, dtype and device to come; so are ``values``.
         capacity: most tokens of a row, allocated at once; None grows.
         offloaded: whether pages lie in the host's memory.
-        headwise: whether each KV head has tokens of its own.
     """
 
     def __init__(
@@ -254,10 +253,7 @@ class KVStore:
         return self.unfolded(out)
 
     def dense(self, side: Side, columns: int, back: bool = True) -> Tensor:
-        """(B, H, columns, D) in logical order, 0 at padding, and where a head has evicted a token.
-
-        Rotated back, or else in the store's basis.
-        """
+        """(B, H, columns, D) in logical order, 0 at padding and evicted tokens; not ``back``: in the store's basis."""
         state, form = self.state, self.format if back else replaced(self.format, rotate_keys=0, rotate_values=0)
         return self.unfolded(kernels.gather_rows(state.counters, state.windows, state.flat_runs(), columns, form, side))
 
@@ -325,13 +321,7 @@ class KVStore:
     # Tokens arrive.
 
     def push(self, keys: Tensor, values: Tensor, padding: Padding | None = None) -> None:
-        """Appends a few tokens to sink and tail; seals nothing. ``fits`` must hold.
-
-        Args:
-            keys: (B, H, t, Dk), t <= 16, not rotated.
-            values: (B, H, t, Dv).
-            padding: padding among them, or None.
-        """
+        """Appends up to 16 tokens to sink and tail; seals nothing. ``fits`` must hold."""
         keys, values, padding = self.folded(keys), self.folded(values), self._folded_padding(padding)
         self.grow_tails(keys.shape[2])
         if padding is None:
@@ -354,15 +344,7 @@ class KVStore:
         q_abs: Tensor | None = None,
         tags: ColumnTags | None = None,
     ) -> None:
-        """Takes a prompt: seals what may be sealed straight from it and keeps the rest in the windows.
-
-        Args:
-            keys: (B, H, t, Dk), not rotated.
-            values: (B, H, t, Dv).
-            hold: newest tokens that must stay unsealed, beyond what the layout says (see `reserve_tail`).
-            q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
-            tags: of the first logical columns; see `Scheme.token_bits`.
-        """
+        """Takes a prompt: seals what may be sealed straight from it and keeps the rest in the windows."""
         keys, values, padding = self.folded(keys), self.folded(values), self._folded_padding(padding)
         if padding is not None and padding.source is not None:
             source = padding.source[:, None, :, None]
@@ -388,10 +370,8 @@ class KVStore:
         """`extend` for rows of any lengths, which hold nothing yet. The store gets other windows, as long as before.
 
         Args:
-            keys: (1, H, n, Dk), not rotated: of all rows, one row behind another.
-            values: (1, H, n, Dv), likewise.
+            keys: (1, H, n, Dk), of all rows, one row behind another; so are ``values``.
             rows: where each row's tokens stand.
-            q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
         """
         assert not self.longest, "first tokens"
         keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
@@ -409,10 +389,8 @@ class KVStore:
     def _counting(self, empty: bool = False) -> Iterator[Tensor]:
         """Tokens are counted and come into the windows in place, or do not, if anything fails; yields old counters.
 
-        Out of memory, most likely. What was written besides lies in pages that nobody reads yet.
-
-        Args:
-            empty: whether nothing that the windows hold is wanted.
+        Out of memory, most likely. What was written besides lies in pages that nobody reads yet. ``empty``: nothing of
+        what the windows hold is wanted.
         """
         before, counters = self.state, self.counters.clone()
         # A window's pages may be filled anew.
@@ -429,16 +407,7 @@ class KVStore:
             raise
 
     def commit(self, hold: int = 0, q_abs: Tensor | None = None, tags: ColumnTags | None = None) -> bool:
-        """Seals what has left the windows; does nothing, and asks the device nothing, when nothing is due.
-
-        Args:
-            hold: newest tokens that must stay unsealed, beyond what the layout says.
-            q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
-            tags: of the first logical columns; see `Scheme.token_bits`.
-
-        Returns:
-            Whether a seal was due in some row.
-        """
+        """Seals what has left the windows; whether a seal was due in some row. Asks the device nothing if none was."""
         if not self.is_due(hold):
             return False
         keys, values = (SealSource(tail, tail.shape[2]) for tail in self.windows[2:])
@@ -455,14 +424,7 @@ class KVStore:
         tags: ColumnTags | None,
         start: SealStart | None = None,
     ) -> bool:
-        """Seals what is due, from tails or from a prompt, into the runs that tokens belong in.
-
-        Args:
-            start: of tags, what was there before a prompt; None for what is there now.
-
-        Returns:
-            Whether a seal was due in some row; the host asks the device nothing where none is.
-        """
+        """`commit`, from tails or from a prompt; ``start`` is what was there before the prompt."""
         then = self.forecast(hold=hold)
         most = then.due
         if not any(most):
@@ -496,11 +458,7 @@ class KVStore:
         local: tuple[int, int],
         q_abs: Tensor | None,
     ) -> None:
-        """Seals what is due into the last run, which has room for it.
-
-        Args:
-            most: no row has more to seal, of keys and of values.
-        """
+        """Seals what is due into the last run, which has room for it; no row has more than ``most`` to seal."""
         sink, _, unit = self.sizes
         counters, windows, view, from_tail = self.counters, self.windows, self.runs[-1], not sources[0].tokens
         # Tokens are counted as sealed before their pages are written; if that fails, they must not stay counted.

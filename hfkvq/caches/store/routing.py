@@ -185,8 +185,7 @@ class ColumnTags:
     ) -> Route:
         """`route_by_width`, or what that has given for a layer of which all is the same that a route follows from.
 
-        Asks the device for the counters that new tokens came upon, if the host does not know them, and for a new route
-        once more. ``bound`` needs only be enough.
+        Asks the device for the counters that new tokens came upon, if the host does not know them.
         """
         known = read_counters(start.counters) if start.known is None else start.known
         key = (known, id(start.padding), id(scheme), layout, hold, *(source.shape for source in sources))
@@ -212,9 +211,7 @@ def route_by_width(
 
     Args:
         counters: i32 (2 + 2*runs, B), new tokens included.
-        sources: of keys and of values.
         bound: no row has more to seal.
-        hold: newest tokens that must stay unsealed, beyond what the layout says.
         codes: u8 (B, n), tag of each of the first n logical columns, or None.
     """
     sink, own, formats = layout.sink, layout.keys, layout.keys.formats

@@ -83,13 +83,7 @@ def sealed_target(rest: int, sealed: int, local: int, unit: int) -> int:
 # A fifth of a layer's step on the host, where it is not remembered.
 @lru_cache(maxsize=32)
 def forecast(states: frozenset[RowState], windows: WindowSizes, tokens: int = 0, hold: int = 0) -> Forecast:
-    """Forecast of rows with ``tokens`` more; remembered, since all layers of a step ask the same.
-
-    Args:
-        states: what rows may be like now.
-        tokens: new tokens of every row.
-        hold: newest tokens that must stay unsealed, beyond what the layout says.
-    """
+    """Forecast of rows with ``tokens`` more, of which ``hold`` must stay unsealed; layers of a step ask the same."""
     local = max(windows.local[0], hold), max(windows.local[1], hold)
     need_keys = need_values = due_keys = due_values = most = 0
     joined, sealed, lengths = [], [], []

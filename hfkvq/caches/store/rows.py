@@ -126,7 +126,6 @@ def share_pages(state: StoreState, run: int, rows: Tensor, slack: int) -> StoreS
 
     Args:
         state: has pages for as many rows as ``rows``.
-        rows: i64 (B',), rows that the new ones are copies of.
         slack: tokens by which one side may be ahead of the other; blocks that hold those are copied.
     """
     view = state.runs[run]

@@ -88,16 +88,10 @@ class StoreState:
     def empty(
         cls, layout: Layout, keys: Tensor, values: Tensor, tail: int, counted: bool, offloaded: bool = False
     ) -> StoreState:
-        """A state without tokens or pages.
-
-        Args:
-            keys: (B, H, t, Dk), any tensor of the shape, dtype and device to come.
-            values: (B, H, t, Dv), likewise.
-            counted: whether the host keeps a copy of the counters.
-            offloaded: whether pages are to lie in the host's memory.
+        """A state without tokens or pages; ``counted``: the host keeps a copy of the counters.
 
         Raises:
-            ValueError: they are, and the device does not reach it.
+            ValueError: pages are to lie in the host's memory, and the device does not reach it.
         """
         form, (batch, heads), device = layout.store, keys.shape[:2], keys.device
         if offloaded:
@@ -110,13 +104,13 @@ class StoreState:
         windows = tuple(window(length, x) for length in (layout.sink, tail) for x in (keys, values))
         dropped = torch.zeros(batch, dtype=torch.int32, device=device)
         state = cls(form, WindowSizes.of(layout), counters, dropped, windows, (), EMPTY, offloaded=offloaded)
-        runs = [state._empty_run(*formats) for formats in form.runs]
+        table = state.own_table(0)
+        pos = None if form.ordered else table.new_zeros(batch, 0)
+        runs = [
+            RunView(table, pos, state.pages(own, "keys", 0), state.pages(other, "values", 0))
+            for own, other in form.runs
+        ]
         return state.replace(runs=runs, host_counters=HostCounters.empty(counters, EMPTY) if counted else None)
-
-    def _empty_run(self, keys: PageFormat, values: PageFormat) -> RunView:
-        table = self.own_table(0)
-        pos = None if self.format.ordered else table.new_zeros(self.batch, 0)
-        return RunView(table, pos, self.pages(keys, "keys", 0), self.pages(values, "values", 0))
 
     def own_table(self, blocks: int) -> Tensor:
         """i32 (B, blocks): pages row by row, which blocks of a row take in turn where there is a window."""

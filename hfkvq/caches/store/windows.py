@@ -31,13 +31,7 @@ def pages_for(form: StoreFormat, run: int, tokens: int) -> int:
 
 
 def grow(state: StoreState, run: int, blocks: int, factor: float = GROWTH) -> StoreState:
-    """Reserves at least ``blocks`` pages a row; existing pages keep their numbers.
-
-    Args:
-        state: the store's. It is not changed, so without memory nobody counts on the room.
-        blocks: pages that each row needs.
-        factor: by which a run that has pages grows at least.
-    """
+    """Reserves at least ``blocks`` pages a row, a run that has pages by ``factor``; existing pages keep their numbers."""
     return state if blocks <= state.runs[run].table.shape[1] else _grown(state, run, blocks, factor)
 
 
@@ -80,19 +74,14 @@ def _joined(x: Tensor, more: Tensor) -> Tensor:
 
 def tail_limits(layout: Layout, hold: int) -> dict[Side, int]:
     """Slots that tails need at the most, if ``hold`` tokens at least stay unsealed."""
-    sides: Sequence[tuple[Side, int, int]] = (
-        ("keys", layout.keys.local, layout.keys.unit),
-        ("values", layout.values.local, layout.values.unit),
-    )
-    return {side: max(local, hold) + unit - 1 + MAX_STEP for side, local, unit in sides}
+    sides = zip(SIDES, (layout.keys, layout.values), strict=True)
+    return {side: max(own.local, hold) + own.unit - 1 + MAX_STEP for side, own in sides}
 
 
 def grow_tail(state: StoreState, side: Side, need: int, limit: int, empty: bool = False) -> StoreState:
     """Makes the tail at least ``need`` slots long, by doubling, up to ``limit``; tokens move to their new slots.
 
-    Args:
-        side: "keys" or "values".
-        empty: whether nothing that the tail holds is wanted.
+    ``empty``: nothing that the tail holds is wanted.
     """
     at = 2 + SIDES.index(side)
     return state if need <= state.windows[at].shape[2] else _grown_tail(state, side, at, need, limit, empty)
@@ -118,9 +107,7 @@ def _grown_tail(state: StoreState, side: Side, at: int, need: int, limit: int, e
 def in_buffer(state: StoreState, buffer: StepState, blocks: Sequence[int]) -> StoreState:
     """The state with its tensors in a buffer of recorded steps; those that are elsewhere are copied there.
 
-    Args:
-        state: as it was. It is not changed, so that it still stands if anything fails.
-        blocks: pages of a row in the buffer, for each run. Pages beyond these hold no token.
+    ``blocks`` are a row's pages in the buffer, for each run: pages beyond these hold no token.
     """
     if state.counters is not buffer.counters:
         buffer.counters.copy_(state.counters)
@@ -179,12 +166,9 @@ class Ragged:
         self._columns: dict[tuple[int, int], Tensor] = {}
 
     def windows(self, state: StoreState, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """Windows of an empty store that takes these rows; slots without a token hold any token of their row.
+        """Windows, as long as the state's, of a store that takes these rows; unused slots hold any token of their row.
 
-        Args:
-            state: its windows say how long they are.
-            keys: (1, H, n, Dk), in the basis of the store.
-            values: (1, H, n, Dv), likewise.
+        Keys (1, H, n, Dk) and values (1, H, n, Dv) are in the basis of the store.
         """
         found = []
         for at, x in enumerate((keys, values, keys, values)):
@@ -209,10 +193,8 @@ def fill_windows(state: StoreState, keys: Tensor, values: Tensor, old: Tensor, p
 
     Args:
         state: the store's, which counts the new tokens already.
-        keys: (B, H, t, Dk), in the basis of the store.
-        values: (B, H, t, Dv), likewise.
+        keys: (B, H, t, Dk), in the basis of the store; so are ``values``.
         old: i32 (B,), tokens that each row had before.
-        padding: among the new tokens, or None.
     """
     sink = state.sizes.sink
     if padding is None and len(state.states) == 1:
