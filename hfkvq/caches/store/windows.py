@@ -31,7 +31,7 @@ def pages_for(form: StoreFormat, run: int, tokens: int) -> int:
 
 
 def grow(state: StoreState, run: int, blocks: int, factor: float = GROWTH) -> StoreState:
-    """Reserves at least ``blocks`` pages a row, a run that has pages by ``factor``; existing pages keep their numbers."""
+    """Reserves ``blocks`` pages a row at least, ``factor`` times those that a run has; pages keep their numbers."""
     return state if blocks <= state.runs[run].table.shape[1] else _grown(state, run, blocks, factor)
 
 
