@@ -173,13 +173,15 @@ def build_layers(
         own = [schemes[i] for i in held]
         why = _why_not_recorded(text, own, sharing is not None or shares, dims)
         if latents is not None and not all(as_they_are[i] for i in full):
-            why = f"latents are dequantized in each step: {_others(own, *latents)} cannot be attended to as latents"
+            others = ", ".join(dict.fromkeys(each.name for each in own if latent_layout(each, *latents) is None))
+            why = f"latents are dequantized in each step: {others} cannot be attended to as latents"
             warn_once(f"{name}: {why}; those of latent-4, latent-8, full and saw-int4 can.")
     can = why is None and bool(held)
-    captured = can and capture and all(i in held or _stays_in_place(layer) for i, layer in enumerate(stock))
-    recordable = can
+    # Steps write into what these layers of Transformers hold, or they hold nothing.
+    in_place = [type(x) is LinearAttentionLayer or type(x).__name__ == "DummyLayer" for x in stock]
+    captured = can and capture and all(i in held or stays for i, stays in enumerate(in_place))
     layers: list[Any] = list(stock)
-    if max_cache_len is not None and recordable:
+    if max_cache_len is not None and can:
         layers = list(StaticCache(config=text, max_cache_len=max_cache_len).layers)
     layers = [RecurrentLayer(x.number_of_states) if type(x) is LinearAttentionLayer else x for x in layers]
     # Masks of windows are others.
@@ -187,7 +189,7 @@ def build_layers(
     for i in held:
         defer, window = sharing[i] == "store" if sharing else shares, windows.get(i, 0)
         count = getattr(stock[i], "number_of_states", 0)
-        options = schemes[i], readers[window > 0], max_cache_len, defer, debug, recordable
+        options = schemes[i], readers[window > 0], max_cache_len, defer, debug, can
         layers[i] = layer = HybridLayer(*options, number_of_states=count) if count else KVLayer(*options, window)
         layer.offloaded = i in offloaded
         layer.holds_latents, layer.latents = latents is not None, attach and as_they_are[i]
@@ -205,11 +207,6 @@ def build_layers(
     # Said where a step shows that it matters.
     uncaptured = (why or "layers are of several kinds") if capture and not captured else None
     return Layers(layers, held, sync, captured, uncaptured)
-
-
-def _stays_in_place(layer: Any) -> bool:
-    """True if steps write into what this layer of Transformers holds, or it holds nothing."""
-    return type(layer) is LinearAttentionLayer or type(layer).__name__ == "DummyLayer"
 
 
 def _offloaded_layers(
@@ -251,11 +248,6 @@ def group_layers(layers: list[KVLayer], queries_per_head: int = 1) -> DeviceSync
     for buffer in buffers:
         buffer.queries_per_head = queries_per_head
     return DeviceSync(buffers) if buffers else None
-
-
-def _others(schemes: list[Scheme], rank: int, rope_dim: int) -> str:
-    """Names of the schemes that hold latents in other ways than steps attend to."""
-    return ", ".join(dict.fromkeys(each.name for each in schemes if latent_layout(each, rank, rope_dim) is None))
 
 
 def _why_not_recorded(

@@ -215,12 +215,6 @@ def _refuse_write(func: Any) -> RuntimeError:
     )
 
 
-def handles(layer: LayerBase, batch: int, heads: int, seen: int, key_dim: int, value_dim: int) -> tuple[LazyKV, LazyKV]:
-    """Both handles of a layer that has seen so many tokens: what its update returns."""
-    keys = LazyKV(layer, "keys", (batch, heads, seen, key_dim))
-    return keys, LazyKV(layer, "values", (batch, heads, seen, value_dim))
-
-
 def layer_of(key: Any, value: Any) -> LayerBase | None:
     """The layer whose keys and values these are handles of, in the shape of its own; None of anything else.
 

@@ -33,7 +33,7 @@ from ..steps.step_buffer import StepBuffer
 from ..store import MAX_STEP, KVStore, Padding
 from ..store.accounting import contradictions
 from . import transactions
-from .handle import LazyKV, handles, refuse_gradient
+from .handle import LazyKV, refuse_gradient
 
 
 class _Dense:
@@ -357,14 +357,9 @@ class KVLayer(CacheLayerMixin):
             self.buffer.start()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[LazyKV, LazyKV]:  # type: ignore[override]
-        """Stages new tokens and returns handles to everything the layer holds.
+        """Stages new keys (B, H, t, Dk), after RoPE, and values (B, H, t, Dv); handles to all that the layer holds.
 
-        Args:
-            key_states: (B, H, t, Dk), after RoPE.
-            value_states: (B, H, t, Dv).
-
-        Returns:
-            Handles of logical shape (B, H, columns, Dk) and (B, H, columns, Dv), of all tokens or those in the window.
+        Handles are of logical shape (B, H, columns, Dk) and (B, H, columns, Dv): of all tokens or those in the window.
 
         Raises:
             ValueError: shape, dtype or device differ from the first update's, the capacity is exceeded, or, in debug
@@ -413,7 +408,8 @@ class KVLayer(CacheLayerMixin):
                 f"{self.scheme.name}: the cache did not see the queries, so nothing can be evicted and the budget is "
                 "exceeded; use the 'hfkvq' attention (attach=True) or sdpa."
             )
-        return handles(self, batch, heads, self.columns, key_dim, value_states.shape[3])
+        shape = batch, heads, self.columns
+        return LazyKV(self, "keys", (*shape, key_dim)), LazyKV(self, "values", (*shape, value_states.shape[3]))
 
     # An attention call.
 
@@ -460,10 +456,7 @@ class KVLayer(CacheLayerMixin):
 
     @exact
     def begin(self, mask: Tensor | None, queries: int) -> bool:
-        """Prepares one attention call.
-
-        Args:
-            mask: the mask the attention was given, or None; shows where padding is.
+        """Prepares one attention call, whose mask, if there is one, shows where padding is.
 
         Returns:
             True if `attend` is to be called: the new tokens are in the store now. False for a prompt: attend to
@@ -555,8 +548,7 @@ class KVLayer(CacheLayerMixin):
     def settle(self, commit: bool = True) -> None:
         """Does what is left of the last update: staged tokens join the store, and what is due is sealed.
 
-        Args:
-            commit: whether what is due of a step is sealed, and a budget kept.
+        Not ``commit``: what is due of a step stays, and no budget is kept.
         """
         eviction = self.eviction
         left = self.staged is not None or self.uncommitted or (eviction is not None and eviction.pending is not None)
@@ -599,11 +591,7 @@ class KVLayer(CacheLayerMixin):
         return True
 
     def store_staged(self, commit: bool = True) -> None:
-        """Lets staged tokens join the store as a prompt does; or seals what is due of those that have joined it.
-
-        Args:
-            commit: whether what is due of a step is sealed.
-        """
+        """Lets staged tokens join the store as a prompt does; or, with ``commit``, seals what is due of a step."""
         if self.staged is not None:
             store, queries, before = self.held(), self.queries, self._sealed_keys()
             mean = None if queries is None else queries.mean()
@@ -665,10 +653,7 @@ class KVLayer(CacheLayerMixin):
         self.bind()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the newest tokens.
-
-        Args:
-            tokens_to_remove: minus the number of tokens; 0 does nothing but seal what is due.
+        """Takes back the newest tokens, whose number is given with a minus; 0 does nothing but seal what is due.
 
         Raises:
             ValueError: positive, no whole number, or more tokens than the layer has seen. Nothing is changed then.
@@ -763,10 +748,7 @@ class KVLayer(CacheLayerMixin):
     # Copies.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVLayer:
-        """An independent layer, which shares the scheme.
-
-        What it knows of other layers is of copies.
-        """
+        """An independent layer, which shares the scheme; what it knows of other layers is of copies."""
         if id(self) in memo:
             return memo[id(self)]
         self.catch_up()
