@@ -92,15 +92,7 @@ def layer_plan(scheme: Scheme, shape: LayerShape, dtype: torch.dtype, several: b
 def layers_of(
     schemes: Iterable[Scheme], shapes: Sequence[LayerShape], dtype: torch.dtype, several: bool = False
 ) -> list[Layer]:
-    """Cases that kernels are compiled for: each scheme in each kind of layer.
-
-    Args:
-        schemes: of layers, see `Scheme.in_layer`.
-        shapes: the kinds of layers of a model.
-
-    Raises:
-        ValueError: a scheme cannot hold heads of this dimension.
-    """
+    """Cases that kernels are compiled for: each scheme, as of `Scheme.in_layer`, in each kind of layer."""
     pairs = [(scheme, shape) for scheme in dict.fromkeys(schemes) for shape in shapes]
     plans = [(layer_plan(scheme, shape, dtype, several), shape.heads) for scheme, shape in pairs]
     # Prompts raise channels by the rule of steps.
@@ -108,13 +100,7 @@ def layers_of(
 
 
 def widths_of(config: PreTrainedConfig, shape: LayerShape, rows: int = 1) -> Widths | None:
-    """Sizes of a model by which kernels around attention are compiled; None if its config does not say.
-
-    Args:
-        config: of the model.
-        shape: of its layers.
-        rows: rows of the batches that come.
-    """
+    """Sizes of a model by which kernels around attention are compiled; None if its config does not say."""
     text = text_config(config)
     hidden, intermediate = getattr(text, "hidden_size", None), getattr(text, "intermediate_size", None)
     if not isinstance(hidden, int) or not isinstance(intermediate, int):
@@ -192,11 +178,8 @@ def compile_rungs(
 ) -> None:
     """Compiles what layers launch on rungs of a ladder, a rung at a time, each once in a process; nothing on a CPU.
 
-    Args:
-        schemes: of layers that hold all tokens.
-        keys: (B, H, t, D), any tensor of the shape, dtype and device of the keys.
-        several: whether steps may have several tokens.
-        later: whether a thread does it, while the cache goes on.
+    ``later``: a thread does it, while the cache goes on. Other arguments are those of `layer_plan` and
+    `compile_kernels`.
     """
     if keys.device.type != "cuda":
         return

@@ -103,14 +103,9 @@ def lower_right(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> 
 
 
 def attend_layer(layer: Any, query: Tensor, arguments: AttentionArguments) -> Tensor | None:
-    """Attention of a prompt that a layer has been given, behind what it holds; of `is_plain` calls.
+    """Attention of a prompt that a layer has been given, behind what it holds; of `is_plain` calls: (B, Hq, Q, D).
 
-    Args:
-        layer: of the cache, that has been updated and has begun.
-        query: (B, Hq, Q, D), after RoPE.
-
-    Returns:
-        (B, Hq, Q, D); None where there is nothing before, or where it has to go another way.
+    None where there is nothing before, or where it has to go another way.
     """
     new, tokens = layer.staged, layer.staged_length
     before = layer.columns - tokens
@@ -126,12 +121,7 @@ def attend_layer(layer: Any, query: Tensor, arguments: AttentionArguments) -> Te
 def attend_store(store: KVStore, query: Tensor, new: tuple[Tensor, Tensor], columns: int, scaling: float) -> Tensor:
     """Attention of the newest tokens over a store's ``columns``, which are dequantized for it, and themselves.
 
-    Args:
-        query: (B, Hq, Q, D), of the newest Q tokens.
-        new: keys and values (B, H, Q, D) of these tokens, not rotated.
-
-    Returns:
-        (B, Hq, Q, D).
+    ``query`` (B, Hq, Q, D) is of the newest Q tokens; their keys and values (B, H, Q, D) are not rotated.
     """
     form, total = store.format, columns + query.shape[2]
     keys, values = (store.dense_before(x, side, total, back=False) for side, x in zip(SIDES, new, strict=True))
@@ -152,9 +142,7 @@ def dense_attention(
 
     Args:
         module: the attention module; None where there is none.
-        query: (B, Hq, Q, D), after RoPE.
-        keys: (B, H, T, D).
-        values: (B, H, T, Dv).
+        query: (B, Hq, Q, D), after RoPE; keys and values are (B, H, T, D) and (B, H, T, Dv).
         arguments: of the call; no mask that is causal is aligned to the newest token.
         **kwargs: of the call, as the model gave them; they say softcap, sinks and bias again.
 

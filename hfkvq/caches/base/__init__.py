@@ -25,16 +25,7 @@ def warn_once(what: str) -> None:
 
 
 def read_switch(variable: str, default: bool, meaning: str) -> bool:
-    """An environment variable that is 1 or 0.
-
-    Args:
-        variable: its name.
-        default: where it is not set.
-        meaning: of 1, for the error.
-
-    Raises:
-        ValueError: it is anything else.
-    """
+    """An environment variable that is 1 or 0; ``meaning`` is that of 1, for the error."""
     given = os.environ.get(variable, str(int(default))).strip().lower()
     if given not in ("0", "1", "false", "true", "off", "on"):
         raise ValueError(f"{variable}: got {given!r}, allowed 1 ({meaning}) or 0.")

@@ -56,12 +56,10 @@ class NumbersOnDevice(TorchFunctionMode):
 
 
 class CapturedGraph:
-    """A CUDA graph of what ``run`` launches, and what that returned.
+    """A CUDA graph of what ``run`` launches for a cache, and what that returned, without the cache.
 
-    Args:
-        devices: where it launches, the one first where it begins and ends.
-        run: launches, for a cache; is called once, and nothing that it launches is carried out.
-        cache: is left out of what ``run`` returned.
+    ``run`` is called once, and nothing that it launches is carried out. Of its devices the first is where it begins and
+    ends.
     """
 
     def __init__(self, devices: Sequence[torch.device], run: Callable[[Any], Any], cache: Any) -> None:

@@ -106,10 +106,7 @@ def windows_of(config: PreTrainedConfig, layers: Sequence[Any]) -> dict[int, int
     """Tokens that a query sees of layers whose windows can be held in pages, by their numbers.
 
     Not where layers see chunks, share keys and values, or hold latents, which a window's pages would have dequantized
-    in every step.
-
-    Args:
-        layers: what Transformers makes for it.
+    in every step. ``layers`` are those that Transformers makes for the config.
     """
     shared = getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0)
     if shared or config.model_type in UNMASKED or expands_latents(config):

@@ -263,35 +263,23 @@ def knob(
     choices: tuple[Any, ...] | None = None,
     search: tuple[float, float] | list[Any] | None = None,
 ) -> Any:
-    """A dataclass field that knows its legal range, and what of it is worth searching.
+    """A dataclass field that knows its legal range or values, and what of it is worth searching.
 
-    Args:
-        default: what it is unless given.
-        choices: legal values, where they can be listed.
-        search: (low, high), or a list of values, for the tuner; None leaves the knob as it is.
+    ``search`` is (low, high), or a list of values, for the tuner; None leaves the knob as it is.
     """
     return field(default=default, metadata={"low": low, "high": high, "choices": choices, "search": search})
 
 
 class Limits(NamedTuple):
-    """Limits of a scheme's steps: the reason for each, or None.
-
-    Attributes:
-        captured: why steps can be neither captured as CUDA graphs nor compiled.
-        requantized: why tokens that stay are quantized again.
-    """
+    """Limits of a scheme's steps, or None: why they can be neither captured nor compiled, or quantize tokens again."""
 
     captured: str | None = None
     requantized: str | None = None
 
     def words(self) -> list[str]:
         """A line for each thing that is lost."""
-        lines = []
-        if self.captured:
-            lines.append(f"steps are not captured: {self.captured}")
-        if self.requantized:
-            lines.append(f"tokens that stay are quantized again: {self.requantized}")
-        return lines
+        said = ("steps are not captured", "tokens that stay are quantized again")
+        return [f"{lost}: {why}" for lost, why in zip(said, self, strict=True) if why]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,18 +445,14 @@ class Scheme:
 
     def limits(self, key_dim: int, value_dim: int) -> Limits:
         """Limits of steps by the scheme's choices, for heads of these dimensions."""
-        layout = self.layout(key_dim, value_dim)
-        return Limits(self._captured_limit(layout, key_dim))
-
-    def _captured_limit(self, layout: Layout, key_dim: int) -> str | None:
-        keys = layout.keys
+        keys = self.layout(key_dim, value_dim).keys
         if keys.formats[-1].raised and self.step_rule(key_dim) is None:
-            return "this choice of raised channels is no rule that the sealing kernel knows"
+            return Limits("this choice of raised channels is no rule that the sealing kernel knows")
         if len(keys.formats) > 1 and type(self).token_bits is not Scheme.token_bits:
             most = most_due(MAX_STEP, keys.unit)
             if any(not fmt.whole or fmt.page_size <= most for fmt in keys.formats[:-1]):
-                return "tokens that a step seals may belong in several runs"
-        return None
+                return Limits("tokens that a step seals may belong in several runs")
+        return Limits()
 
     def searched(self) -> dict[str, tuple[float, float] | list[Any]]:
         """Search space of the tuner, unless told otherwise: ranges and choices by knob, as the knobs name them."""
@@ -503,10 +487,7 @@ def _fields_of(scheme: Scheme) -> dict[str, Any]:
 
 
 def warn_of_limits(scheme: Scheme, key_dim: int, value_dim: int) -> None:
-    """Warns the author of a scheme that is not this library's of what steps lose by its choices.
-
-    Once for each place that a cache is made in; of the library's own ``hfkvq schemes`` says it.
-    """
+    """Warns the author of a scheme that is not this library's of what steps lose by its choices."""
     if type(scheme).__module__.partition(".")[0] != __name__.partition(".")[0]:
         for line in scheme.limits(key_dim, value_dim).words():
             warnings.warn(f"{scheme.name}: {line} (see Scheme.limits).", UserWarning, stacklevel=4)

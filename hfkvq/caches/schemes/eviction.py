@@ -76,23 +76,16 @@ class EvictionScheme(Scheme):
         return False
 
     def budget(self, given: Tensor, layer: int, layers: int) -> Tensor:
-        """Tokens that a row holds after a trim.
+        """Tokens that a row holds after a trim: i64 (...,), of tokens given so far, i64 (...,), those gone included.
 
-        Args:
-            given: i64 (...,), tokens that the row has been given so far, those that are gone included.
-            layer: index of the layer in the model.
-
-        Returns:
-            i64 (...,), which may be less for more tokens given. Tokens that always stay do so whatever it says.
+        It may be less for more tokens given. Tokens that always stay do so whatever it says.
         """
         return torch.full_like(given, self.tokens)
 
     def room(self, given: Tensor, held: Tensor, layer: int, layers: int, hold: int = 0) -> Tensor:
-        """Tokens that a trim leaves: the budget, at least those that always stay, at most those that are there.
+        """Tokens that a trim leaves: the budget, at least those that always stay, at most those ``held``, i64 (...,).
 
-        Args:
-            held: i64 (...,), tokens that the row holds.
-            hold: newest tokens that have to stay, beyond the window.
+        ``hold`` newest tokens have to stay, beyond the window.
         """
         always = self.first + max(self.window, hold)
         return torch.minimum(self.budget(given, layer, layers).clamp(min=always), held)

@@ -27,10 +27,10 @@ class Attention:
     N rows are of one KV head each, which has r query heads; n tokens are in order.
 
     Attributes:
-        mean: f32 (N, r, n), over the real queries.
-        squares: f32 (N, r, n), sum over them of ``(A - mean)^2``.
-        fourths: f32 (N, r, n), of ``(A - mean)^4``.
-        entropy: f32 (N, r, n), ``-Σ A log(A + 1e-10)`` over them.
+        mean: f32 (N, r, n), as the next three are, over the real queries.
+        squares: sum over them of ``(A - mean)^2``.
+        fourths: of ``(A - mean)^4``.
+        entropy: ``-Σ A log(A + 1e-10)`` over them.
         count: f32 (N,), real queries.
     """
 
@@ -51,7 +51,7 @@ class Attention:
         """f32 (N, r, n), over the queries of each head, unbiased; that of a single query is 0."""
         return self.squares / (self.count - 1).clamp(min=1)[:, None, None]
 
-    @cached_property
+    @property
     def joint_variance(self) -> Tensor:
         """f32 (N, n), over queries and query heads together, unbiased; that of a single one is 0."""
         heads, count = self.mean.shape[1], self.count[:, None]
@@ -109,12 +109,9 @@ class Evidence:
 
 
 def keep_columns(scores: Tensor, room: int, first: int, newest: int) -> Tensor:
-    """The tokens that stay of rows that are alike: i64 (N, room), in order.
+    """The tokens that stay of rows that are alike, by scores f32 (N, n): i64 (N, room), in order.
 
-    Args:
-        scores: f32 (N, n).
-        room: tokens that stay; at least those that always do, at most n.
-        first: first tokens that always stay.
+    ``room`` is at least the ``first`` and ``newest`` tokens, which always stay, and at most n.
     """
     columns = scores.shape[1]
     rank = torch.arange(columns, device=scores.device)
@@ -124,13 +121,7 @@ def keep_columns(scores: Tensor, room: int, first: int, newest: int) -> Tensor:
 
 
 def keep_mask(scores: Tensor, length: Tensor, room: Tensor, first: int, newest: int) -> Tensor:
-    """The tokens that stay of any rows: bool (N, n).
-
-    Args:
-        scores: f32 (N, n).
-        length: i64 (N,), tokens of each row.
-        room: i64 (N,), tokens that stay; rows with fewer keep all.
-    """
+    """The tokens that stay of any rows of these lengths (i64 (N,)), ``room`` (i64 (N,)) of each: bool (N, n)."""
     rank = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
     held = rank < length[:, None]
     always = (rank < first) | (rank >= (length - newest)[:, None])
@@ -156,7 +147,6 @@ def prompt_evidence(
         newest: `EvictionScheme.queries`.
         query: (B, Hq, Q, D), the newest queries or, for "received", those of all T tokens.
         keys: (B, H, T, D), not rotated.
-        values: (B, H, T, Dv).
         arguments: of the attention call, whose mask is of all T tokens.
         lead: i64 (B,), padding before each row's first token; None for none.
 
@@ -278,16 +268,9 @@ WHOLE = 16
 def token_scores(seen: Attention, past: Tensor, gamma: float, joint: bool = False) -> Tensor:
     """ARKV eq. (9): ``S_k = mean_{h,q} A + γ var A``, averaged over five neighbours.
 
-    Neighbours are past tokens of past tokens, and of the window those of the window: what lies on the other side, or
-    beyond a row's ends, counts as 0.
-
-    Args:
-        past: bool (N, n), tokens older than the window.
-        joint: take the variance over queries and query heads together, as the equation has it; else over the queries
-            of each head, and then their mean, as the released code has it.
-
-    Returns:
-        f32 (N, n).
+    Neighbours are past tokens of past tokens (`Evidence.past`), and of the window those of the window: what lies on the
+    other side, or beyond a row's ends, counts as 0. ``joint`` takes the variance over queries and query heads together,
+    as the equation has it; else over the queries of each head, and then their mean, as the released code has it.
     """
     score = (seen.mean + gamma * (seen.joint_variance[:, None] if joint else seen.variance)).mean(1, keepdim=True)
     sides = torch.cat([score * past[:, None], score * ~past[:, None]], 1)
@@ -296,17 +279,10 @@ def token_scores(seen: Attention, past: Tensor, gamma: float, joint: bool = Fals
 
 
 def window_scores(evidence: Evidence, window: int, kernel: int) -> Tensor:
-    """SnapKV's: what the newest queries pay each older token, averaged over queries, neighbours and query heads.
+    """SnapKV's: what the newest queries pay each token older than the window, averaged over queries, heads, neighbours.
 
-    Beyond the ends of what is older than the window scores count as 0, and there they are 0.
-
-    Args:
-        evidence: with "attention".
-        window: newest tokens, which are not judged.
-        kernel: neighbours, an odd number, the token itself included.
-
-    Returns:
-        f32 (N, n).
+    Neighbours are ``kernel`` tokens, the token itself included. Beyond the ends of what is older than the window scores
+    count as 0, and there they are 0.
     """
     past = evidence.past(window)
     paid = evidence.of("attention").mean(1, keepdim=True) * past[:, None]
@@ -316,16 +292,8 @@ def window_scores(evidence: Evidence, window: int, kernel: int) -> Tensor:
 def expected_attention(mean: Tensor, covariance: Tensor, evidence: Evidence, first: int) -> Tensor:
     """Expected Attention's: softmax over the keys of ``s μ·k + s² kᵀΣk / 2``, s the factor on logits.
 
-    That is the logarithm of the mean of ``exp(s q·k)`` over normal queries q.
-
-    Args:
-        mean: f32 (N, r, D), μ of the queries of each query head.
-        covariance: f32 (N, r, D, D), Σ.
-        evidence: with "keys".
-        first: first tokens, which are left out, with 0.
-
-    Returns:
-        f32 (N, r, n).
+    That is the logarithm of the mean of ``exp(s q·k)`` over normal queries q, of each query head: μ f32 (N, r, D), Σ
+    f32 (N, r, D, D). The first tokens are left out, with 0.
     """
     keys, scale = evidence.of("keys").float(), evidence.scaling
     logits = (mean @ keys.mT) * scale + (keys[:, None] @ covariance * keys[:, None]).sum(-1) * (scale * scale / 2)
@@ -336,13 +304,7 @@ def expected_attention(mean: Tensor, covariance: Tensor, evidence: Evidence, fir
 def code_statistics(seen: Attention, past: Tensor) -> Tensor:
     """Statistics of ARKV's released code: ``-Σ A log(A + 1e-10)``, ``Σ var_q A`` and ``Σ m4 / max(m2, 1e-8)²``.
 
-    Sums over a KV head's query heads, queries and past keys, to be summed over KV heads.
-
-    Args:
-        past: bool (N, n), tokens older than the window.
-
-    Returns:
-        f32 (N, 3): entropy, variance, kurtosis.
+    Sums over a KV head's query heads, queries and past keys (`Evidence.past`), to be summed over KV heads: f32 (N, 3).
     """
     count = seen.count.clamp(min=1)[:, None, None]
     kurtosis = (seen.fourths / count) / (seen.squares / count).clamp(min=1e-8).square()
@@ -353,13 +315,7 @@ def code_statistics(seen: Attention, past: Tensor) -> Tensor:
 def paper_statistics(seen: Attention, past: Tensor) -> Tensor:
     """ARKV eqs. (3) to (5): entropy, variance and kurtosis of ``p_k = Σ_{h,q} A / Z`` over the past keys.
 
-    To be averaged over KV heads.
-
-    Args:
-        past: bool (N, n), tokens older than the window.
-
-    Returns:
-        f32 (N, 3).
+    To be averaged over KV heads: f32 (N, 3).
     """
     # Sums over queries; Z takes their number out again.
     p = seen.mean.sum(1) * seen.count[:, None] * past
@@ -377,10 +333,8 @@ def tier_widths(scores: Tensor, kept: Tensor, whole: Tensor, is_whole: Tensor, l
 
     Args:
         scores: f32 (N, n), -inf where there is no token to judge. Of equal scores the earlier token comes first.
-        kept: i64 (N,), b.
-        whole: i64 (N,), B_o.
+        kept: i64 (N,), b; ``whole`` is B_o.
         is_whole: bool (N, n), tokens that are whole so far; only they can be whole hereafter.
-        low_bits: width of the tier of few bits.
 
     Returns:
         u8 (N, n): 16, ``low_bits`` or 0.

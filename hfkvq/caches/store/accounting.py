@@ -170,12 +170,7 @@ def _unused(fmt: PageFormat, view: RunView, counts: Tensor) -> float:
 
 
 def contradictions(state: StoreState, columns: int) -> Iterator[str]:
-    """Faults of a store that was given so many logical columns, in words; asks the device.
-
-    Args:
-        state: of the store.
-        columns: what its rows were given, padding included.
-    """
+    """Faults of a store whose rows were given so many logical columns, padding included, in words; asks the device."""
     counters, dropped = read_counters(state.counters), state.dropped.tolist()
     if min(map(min, counters)) < 0 or min(dropped) < 0:
         yield f"counters {counters} and {dropped} forgotten tokens"

@@ -46,11 +46,7 @@ def parse_tag(name: str) -> int:
 
 
 def tag_axes(number: int) -> tuple[str, str, str] | None:
-    """``(temporal, modal, semantic)`` of a tag; None for `PAD`.
-
-    Raises:
-        ValueError: There is no tag of that number.
-    """
+    """``(temporal, modal, semantic)`` of a tag; None for `PAD`."""
     if not 0 <= number < len(TAGS):
         raise ValueError(f"tag: got number {number}, allowed 0 to {PAD}.")
     if number == PAD:
@@ -155,11 +151,7 @@ class ChatFormat:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> ChatFormat:
-        """Makes a format of plain data, as JSON gives it: lists for tuples, a mapping for a span or an opening.
-
-        Raises:
-            ValueError: A field is unknown or missing, or has a value that is not allowed.
-        """
+        """Makes a format of plain data, as JSON gives it: lists for tuples, a mapping for a span or an opening."""
         known = {part.name for part in fields(cls)}
         if unknown := sorted(set(given) - known):
             raise ValueError(f"chat format: got {', '.join(unknown)}, allowed {', '.join(sorted(known))}.")
@@ -173,11 +165,7 @@ class ChatFormat:
 
     @classmethod
     def from_file(cls, path: str | Path) -> ChatFormat:
-        """Reads a JSON file.
-
-        Raises:
-            ValueError: The file holds no chat format.
-        """
+        """Reads a JSON file; one that holds no chat format raises ValueError."""
         given = load_json(path)
         if not isinstance(given, dict):
             raise ValueError(f"chat format: {Path(path).name} holds a {type(given).__name__}, allowed an object.")
@@ -374,11 +362,7 @@ def find_format(template: str, tokens: Container[str] = ()) -> ChatFormat:
 
 
 def get_format(name: str) -> ChatFormat:
-    """Format of a name.
-
-    Raises:
-        ValueError: No format has that name.
-    """
+    """Format of a name, or a ValueError."""
     if name not in FORMATS:
         near = get_close_matches(name, FORMATS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -79,16 +79,11 @@ class Encoder:
                     found.add(tuple(token for token, last in pieces if whole or last <= end))
         return {form for form in found if form}
 
-    def blanks(self) -> set[int]:
-        """Tokens of white space alone."""
-        return {
-            number for token, number in self.vocab.items() if token in _BYTES or (token and not token.strip(_BLANK))
-        }
-
-    def newlines(self) -> set[int]:
-        """Tokens of `blanks` that begin with a newline."""
-        names = self.tokenizer.convert_ids_to_tokens(sorted(self.blanks()))
-        return {self.vocab[name] for name in names if name[0] in _NEWLINE or name in _BYTES[:2]}
+    def blanks(self) -> tuple[set[int], set[int]]:
+        """Tokens of white space alone, and those of them that begin with a newline."""
+        names = [token for token in self.vocab if token in _BYTES or (token and not token.strip(_BLANK))]
+        lines = [name for name in names if name[0] in _NEWLINE or name in _BYTES[:2]]
+        return {self.vocab[name] for name in names}, {self.vocab[name] for name in lines}
 
 
 # Byte-level vocabularies write \n, \r, tab and space as Ċ, č, ĉ and Ġ; sentencepiece has ▁ and the names of bytes.
@@ -98,16 +93,7 @@ _BYTES = ("<0x0A>", "<0x0D>", "<0x09>", "<0x20>")
 
 
 class Grammar:
-    """A `ChatFormat` in token ids, for the scan.
-
-    Args:
-        tokenizer: A Transformers tokenizer.
-        chat_format: Format of its chat template.
-        images: Ids of placeholders of images, beside those that the format names.
-
-    Raises:
-        ValueError: The tokenizer cannot encode a marker.
-    """
+    """A `ChatFormat` in token ids, for the scan; ``images`` are placeholders beside those that the format names."""
 
     def __init__(self, tokenizer: Any, chat_format: ChatFormat, images: Iterable[int] = ()) -> None:
         encoder, form = Encoder(tokenizer), chat_format
@@ -116,7 +102,7 @@ class Grammar:
         self.events: Sequences[Event] = Sequences(
             (sequence, event) for text, event in events.items() for sequence in encoder.forms(text)
         )
-        self.newlines, self.blanks = encoder.newlines(), encoder.blanks()
+        self.blanks, self.newlines = encoder.blanks()
         context = (form.start,) if form.start else ("",)
         follow = ["", "\n", "\n\n", *((form.header_end,) if form.header_end != "\n" else ())]
         follow += [text for text in (form.channel, form.recipient) if text]
@@ -300,8 +286,7 @@ class Scan:
 
     def _close(self, at: int) -> None:
         """Ends the present message here."""
-        if self.place.header is not None:
-            self._decide(at)
+        self._decide(at)
         self.place = Place(self.place.turns)
 
     def _bracket(self, event: Event, at: int) -> bool:
@@ -413,15 +398,9 @@ class ImageTokens:
         return cls(tuple(placeholders(config)), merged, each, frames if isinstance(frames, int) else 1)
 
     def check(self, input_ids: Tensor, inputs: Mapping[str, Any]) -> None:
-        """Raises if placeholders were not expanded.
+        """Raises ValueError if ids (B, t) have fewer placeholders than features, and at most one for each image.
 
-        Args:
-            input_ids: (B, t) token ids.
-            inputs: the model's other inputs, as its processor made them: pixels, or features of its vision tower.
-                Other entries are passed over.
-
-        Raises:
-            ValueError: there are fewer placeholders than features, and at most one for each image.
+        ``inputs`` are the model's others, as its processor made them: pixels, or features of its vision tower.
         """
         counted = list(self._counts(inputs)) if self.ids else []
         shown, wanted = sum(n for n, _ in counted), sum(n for _, n in counted)
@@ -531,14 +510,11 @@ class Tagger:
         return cls(grammar, tokenizer.pad_token_id, tokenizer.bos_token_id, images)
 
     def tag(self, input_ids: Ids, attention_mask: Tensor | Sequence[Any] | None = None) -> Tensor:
-        """Tags of a batch of prompts.
+        """Tags of a batch of prompts: (B, T) uint8 numbers on the CPU, see `TAGS`.
 
         Args:
             input_ids: (B, T) or (T,) token ids, on any device.
             attention_mask: (B, T) or (T,), 0 at padding. Without it, `pad_id` at the left of a row is padding.
-
-        Returns:
-            Tensor: (B, T) uint8 tag numbers on the CPU, see `TAGS`.
 
         Raises:
             ValueError: Ids are no integers, or shapes do not fit.
