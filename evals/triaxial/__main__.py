@@ -143,7 +143,7 @@ def tag(
     ],
     chat_format: Annotated[
         str | None,
-        typer.Option("--format", help=r"Name of a chat format, or a .json or .toml file. \[default: by the template]"),
+        typer.Option("--format", help=r"Name of a chat format, or a .json file. \[default: by the template]"),
     ] = None,
     generation_prompt: Annotated[bool, typer.Option(help="End with the header of the next answer.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
