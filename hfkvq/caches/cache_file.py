@@ -45,11 +45,7 @@ STATES = "states"
 
 
 def packed_layer(i: int, layer: Any, seen: int) -> Packed:
-    """Contents of the cache's layer ``i``, which has seen so many tokens.
-
-    Raises:
-        ValueError: it cannot be saved.
-    """
+    """Contents of the cache's layer ``i``, which has seen so many tokens; a ValueError if it cannot be saved."""
     numbers, tensors = _packed_pages(layer) if isinstance(layer, KVLayer) else _packed_stock(i, layer)
     states = _states_of(layer)
     if states is not None:
@@ -64,11 +60,7 @@ def packed_layer(i: int, layer: Any, seen: int) -> Packed:
 
 
 def unpack_layer(i: int, layer: Any, numbers: Mapping[str, Any], tensors: Tensors, device: torch.device) -> None:
-    """Gives an empty layer what another one of the same scheme and capacity has packed; it takes tensors over.
-
-    Raises:
-        ValueError: it does not fit.
-    """
+    """Gives an empty layer what another one has packed, taking its tensors over; a ValueError if it does not fit."""
     # This comes first: tails are longer, so that tokens can be taken back.
     layer.record_past = numbers["record_past"] is True
     states = _states_of(layer)
@@ -195,10 +187,7 @@ def write_file(
     """Writes a file whole; after an error the file that was there is unchanged. Equal contents give equal bytes.
 
     Several processes and threads may write the same file: each has a part of its own, and the last one stays.
-
-    Args:
-        path: of the file; another file of this name is replaced.
-        digests: by `digest_of`, if they are known.
+    ``digests`` are `digest_of`'s, if they are known.
 
     Returns:
         Its bytes.
@@ -322,18 +311,13 @@ def names_in(folder: Path) -> list[str]:
 
 
 def path_of(folder: Path, name: str) -> Path:
-    """Path of a file."""
     return folder / f"{name}{SUFFIX}"
 
 
 def write(
     path: Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor], digests: Digests | None = None
 ) -> int:
-    """Writes a file, whose description then says its name; returns its bytes. See `write_file`.
-
-    Raises:
-        OSError: there is no room for it.
-    """
+    """`write_file` of a file whose description then says its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_file(path, {**description, "name": path.name}, tensors, digests)
 
@@ -380,7 +364,7 @@ def shrink(root: Path, max_bytes: int) -> None:
     """Removes the least recently used files until those of all models and schemes take ``max_bytes`` at the most."""
     # One process at a time, or each removes as much as one should.
     with FileLock(root / ".lock"):
-        found = sorted(_files(root))
+        found = sorted(files_in(root))
         total = sum(size for _, size, _ in found)
         for used, size, path in found:
             left_behind = path.name.endswith(PART)
@@ -395,12 +379,7 @@ def shrink(root: Path, max_bytes: int) -> None:
             total -= size
 
 
-def total_bytes(root: Path) -> int:
-    """Bytes of all files."""
-    return sum(size for _, size, _ in _files(root))
-
-
-def _files(root: Path) -> Iterator[tuple[int, int, Path]]:
+def files_in(root: Path) -> Iterator[tuple[int, int, Path]]:
     """Time of last use, bytes and path of each file."""
     for path in root.glob("*/*/*"):
         with contextlib.suppress(FileNotFoundError):

@@ -103,11 +103,7 @@ class Pieces:
 
 
 def cut_pages(cache: MixedKVCache, tensors: Mapping[str, Tensor]) -> tuple[list[Pieces], Tensors]:
-    """Full pages, and everything else.
-
-    Returns:
-        Pieces of each run, and the rest: views. `join_pages` is the inverse.
-    """
+    """Full pages of each run, and everything else: views. `join_pages` is the inverse."""
     runs, rest = [], dict(tensors)
     own = {i: layer.held() for i, layer in enumerate(cache.layers) if isinstance(layer, KVLayer)}
     # A window's pages are filled again and again, so none stays that of a prompt.
@@ -136,14 +132,9 @@ Read = Callable[[int], tuple[str, Tensors]]
 
 
 def join_pages(counts: Sequence[int], read: Read, rest: Mapping[str, Tensor], device: torch.device) -> Tensors:
-    """The tensors of a packed cache from what `cut_pages` returned.
+    """The tensors of a packed cache from what `cut_pages` returned; of other pieces a ValueError.
 
-    Args:
-        read: gives layout and tensors of a piece, on the CPU, by its number among those of all runs; called by several
-            threads.
-
-    Raises:
-        ValueError: the pieces are no such.
+    ``read`` gives layout and tensors of a piece, on the CPU, by its number among those of all runs, to several threads.
     """
     joined, start = dict(rest), 0
     for count in filter(None, counts):
@@ -188,11 +179,6 @@ def _with_room(part: Part, count: int, behind: Tensor | None, device: torch.devi
     return found
 
 
-def sinks_of(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Contents of `first_border`'s caches beside pages, wherever they stop."""
-    return {name: x for name, x in tensors.items() if name.endswith((".window0", ".window1", ".smoothing"))}
-
-
 def _part_bytes(part: Part) -> int:
     if min(part.shape) < 0:
         raise ValueError(f"pages of the shape {part.shape}")
@@ -225,8 +211,10 @@ def first_border(cache: MixedKVCache) -> tuple[int, int] | None:
     So it is where no token is kept whole for being new, and nothing but its own tokens decides what a page holds.
     """
     layers = cache.compressed_layers
-    sinks = {layer.held().layout.sink for layer in layers}
-    if not _in_pages_alone(cache) or len(sinks) != 1 or not all(map(_stands_alone, layers)):
+    layouts = [layer.held().layout for layer in layers]
+    sinks, plain = {layout.sink for layout in layouts}, not any(x.scheme.evicts or x.scheme.needs for x in layers)
+    kept = any(x.keys.local or x.values.local or x.window or not x.store.ordered for x in layouts)
+    if not _in_pages_alone(cache) or len(sinks) != 1 or kept or not plain:
         return None
     rope = json.dumps(getattr(cache.config, "rope_parameters", None), default=str)
     if "dynamic" in rope or "longrope" in rope:
@@ -240,19 +228,8 @@ def _in_pages_alone(cache: MixedKVCache) -> bool:
     return len(cache.compressed_layers) == len(cache.layers) and not cache.states.layers
 
 
-def _stands_alone(layer: KVLayer) -> bool:
-    layout = layer.held().layout
-    plain = not layer.scheme.evicts and not layer.scheme.needs and layout.store.ordered
-    return plain and not layout.keys.local and not layout.values.local and not layout.window
-
-
 def packed_at(border: int, tensors: Mapping[str, Tensor]) -> Packed:
-    """Packed form of a cache of `first_border` that was given ``border`` tokens.
-
-    Args:
-        border: tokens before the first page, and those of the pages.
-        tensors: pages, joined, and `sinks_of`.
-    """
+    """Packed form of a cache of `first_border` that was given ``border`` tokens: its pages, joined, and its sinks."""
     found, numbers = dict(tensors), []
     for i in range(sum(name.endswith(".window0") for name in tensors)):
         name = f"layer{i}.store"
@@ -260,7 +237,8 @@ def packed_at(border: int, tensors: Mapping[str, Tensor]) -> Packed:
         sealed = border - keys.shape[2]
         found[f"{name}.counters"] = torch.tensor([[0], [border], [sealed], [sealed]], dtype=torch.int32, device="cpu")
         found[f"{name}.dropped"] = torch.zeros(1, dtype=torch.int32, device="cpu")
-        found |= {f"{name}.window{2 + side}": _tail(sink) for side, sink in enumerate(sinks)}
+        empty = (sink.new_zeros(*sink.shape[:2], MAX_STEP, sink.shape[3]) for sink in sinks)
+        found |= {f"{name}.window{2 + side}": tail for side, tail in enumerate(empty)}
         numbers.append(
             {
                 "seen": border,
@@ -273,10 +251,6 @@ def packed_at(border: int, tensors: Mapping[str, Tensor]) -> Packed:
             | ({"smoothing": True} if f"layer{i}.smoothing" in tensors else {})
         )
     return {"tokens": border, "holes": False, "layers": numbers, "beside": {}}, found
-
-
-def _tail(sink: Tensor) -> Tensor:
-    return sink.new_zeros(*sink.shape[:2], MAX_STEP, sink.shape[3])
 
 
 def gives_back(cache: MixedKVCache) -> bool:
@@ -477,7 +451,9 @@ class PrefixStore:
             borders = [border[0] + border[1] * (i + 1) for i in range(runs[0].count)]
             found = _digests(ids, borders)
             names = [f"{a}-{b}-{found[b]}" for a, b in zip([0, *borders], borders, strict=False)]
-            sinks = {name: x.detach().contiguous().cpu() for name, x in sinks_of(rest).items()}
+            # Contents beside pages, wherever such a cache stops.
+            own = {name: x for name, x in rest.items() if name.endswith((".window0", ".window1", ".smoothing"))}
+            sinks = {name: x.detach().contiguous().cpu() for name, x in own.items()}
         size = sum(run.count * (run.nbytes + _HEADER + 2 * len(run.layout)) for run in runs) + _HEADER
         size += sum(x.nbytes + _LINE for x in [*rest.values(), *sinks.values()])
         if size > self.max_bytes:
@@ -545,7 +521,7 @@ class PrefixStore:
     @property
     def nbytes(self) -> int:
         """Bytes of the folder's files, of all models and schemes."""
-        return files.total_bytes(self.path)
+        return sum(size for _, size, _ in files.files_in(self.path))
 
     def __repr__(self) -> str:
         return f"PrefixStore({str(self.path)!r}, {self.preset.scheme.name}, {self.nbytes} of {self.max_bytes} bytes)"

@@ -246,7 +246,7 @@ CHANGES = {
     "prompt": lambda record: record.tag_prompt(torch.tensor([[7] * 3] * 2), None, 10),
     "crop": lambda record: record.crop(8),
     "rows": lambda record: record.take_rows(torch.tensor([1, 0])),
-    "repeat": lambda record: record.repeat_rows(2),
+    "repeat": lambda record: record.take_rows(torch.tensor([0, 0, 1, 1])),
     "clear": lambda record: record.clear(),
 }
 

@@ -45,7 +45,7 @@ from ..layer_state.smoothing import note_queries
 from ..layers.handle import layer_of
 from ..steps.step_buffer import OWNERS, StepKV
 from ..store import SIDES, KVStore
-from .mla import absorb_queries, expand_latents, values_from_latents
+from .mla import absorb_queries, values_from_latents
 
 _CHUNK = 512
 """Queries whose logits are held at a time, where PyTorch's own attention lacks an argument."""
@@ -337,7 +337,7 @@ def hfkvq_attention(
                 return found
         keys, values = key.materialize(), value.materialize()  # type: ignore[attr-defined]
         if latents:
-            keys, values = expand_latents(module, keys, values)
+            keys, values = type(module).expand_kv(module, keys, values)
         with WITHOUT_CUDNN if query.shape[2] <= MAX_STEP else contextlib.nullcontext():
             found, _ = dense_attention(module, query, keys, values, arguments, dropout, **kwargs)
         return found.transpose(1, 2)

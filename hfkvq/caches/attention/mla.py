@@ -62,11 +62,6 @@ class _Undo:
             vars(module).pop("expand_kv", None)
 
 
-def expand_latents(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys (B, Hq, T, D) and values (B, Hq, T, Dv) that a module makes of dense latents (B, 1, T, R), as it does it."""
-    return type(module).expand_kv(module, latents, rotary)
-
-
 def absorb_queries(module: Any, query: Tensor) -> Tensor:
     """Queries (B, Hq, Q, D) as they ask latents: (B, Hq, Q, R + rope), what is left of them behind."""
     size, (batch, heads, queries, _) = module.qk_nope_head_dim, query.shape

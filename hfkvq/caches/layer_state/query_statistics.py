@@ -18,6 +18,11 @@ from ..store import KVStore, Padding
 from ..store.packing import Packed
 
 
+def _unpacked(query: Tensor, tokens: int) -> Tensor:
+    """Queries of an update; in a packed step heads of one token stand where tokens are expected (see `handle`)."""
+    return query.flatten(1, 2)[:, :, None] if query.shape[2] > tokens else query
+
+
 class QueryStatistics:
     """Mean of the magnitudes of a layer's queries in each channel, since a row's keys were last sealed.
 
@@ -52,17 +57,13 @@ class QueryStatistics:
 
     @outside_inference_mode
     def note(self, query: Tensor, tokens: int, arguments: AttentionArguments) -> None:
-        """Keeps the newest queries, if they are to be kept; a captured step does so, too.
+        """Keeps the newest queries (B, Hq, Q, D), after RoPE, not smoothed, of an update of so many tokens.
 
-        Args:
-            query: (B, Hq, Q, D), after RoPE, not smoothed.
-            tokens: of the update that they belong to.
+        Only if they are to be kept; a captured step does so, too.
         """
         if not self.window or not tokens:
             return
-        if query.shape[2] > tokens:
-            # A packed step: query heads of one token stand where tokens are expected (see `handle`).
-            query = query.flatten(1, 2)[:, :, None]
+        query = _unpacked(query, tokens)
         self.scaling, self.softcap = arguments.scaling, arguments.softcap
         newest = query.detach()[:, :, -self.window :]
         shape = (*query.shape[:2], self.window, query.shape[3])
@@ -72,17 +73,8 @@ class QueryStatistics:
         self.shown.copy_(torch.cat([kept, newest], 2) if kept.shape[2] else newest)
 
     def observe(self, query: Tensor, tokens: int, heads: int, padding: Padding | None, waiting: int) -> None:
-        """Adds queries.
-
-        Args:
-            query: (B, Hq, Q, D), those of the newest tokens.
-            tokens: of the update that they belong to.
-            padding: among these tokens, or None.
-            waiting: most tokens that may wait to be sealed.
-        """
-        if query.shape[2] > tokens:
-            # A packed step: query heads of one token stand where tokens are expected (see `handle`).
-            query = query.flatten(1, 2)[:, :, None]
+        """Adds queries (B, Hq, Q, D) of the newest of an update's tokens; ``waiting`` tokens may wait to be sealed."""
+        query = _unpacked(query, tokens)
         sums, counts = self.sums, self.counts
         if padding is None and sums is not None and counts is not None and query.shape[2] <= MAX_STEP:
             observe(query.detach() if query.requires_grad else query, sums, counts)

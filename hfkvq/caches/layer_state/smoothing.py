@@ -20,7 +20,7 @@ import hashlib
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -112,11 +112,6 @@ class KeySmoothing:
         vectors[0] = 0.0
         return KeySmoothing(vectors)
 
-    @property
-    def shifts(self) -> bool:
-        """True if logits are moved; asks the device."""
-        return bool(self.vectors[0].any())
-
     @cached_property
     def _elsewhere(self) -> dict[torch.device, KeySmoothing]:
         return {}
@@ -192,13 +187,9 @@ class Measured:
 
 @outside_inference_mode
 def vectors_of(mean: Tensor, deviation: Tensor, query: Tensor | None, rotated: bool) -> Tensor:
-    """The vectors f32 (3, H, D) of a layer.
+    """The vectors f32 (3, H, D) of a layer, by `Measured`'s; without queries ``s = σ``.
 
-    Args:
-        mean: f32 (H, D), μ of each key channel.
-        deviation: f32 (H, D), σ, likewise.
-        query: f32 (H, D), root mean square of the queries of each KV head; None takes ``s = σ``.
-        rotated: whether keys are rotated before they are rounded.
+    ``rotated``: keys are rotated before they are rounded.
     """
 
     def floored(x: Tensor) -> Tensor:
@@ -277,8 +268,7 @@ class _Watched(DynamicCache):
 def measure(model: Any, config: Any) -> Mapping[int, Measured]:
     """Statistics of a model's attention by layer; empty where it cannot be measured.
 
-    Args:
-        model: with the text config ``config``; called once, with a row of `TOKENS` token ids for each of `OFFSETS`.
+    A model is called once, with a row of `TOKENS` token ids for each of `OFFSETS`; ``config`` is its text config.
     """
     with _LOCK:
         known = _MEASURED.get(model)
@@ -315,10 +305,7 @@ def is_smoothed_by(cache: Any, model: Any) -> bool:
 def warn_of_noise(name: str, schemes: Mapping[int, Scheme], model: Any, config: Any) -> None:
     """Warns, once for a model and preset, where rounding a model's keys would drown its attention.
 
-    Args:
-        name: of the main scheme, for the message.
-        schemes: of the layers that hold keys and values, by layer.
-        model: that has been measured, or can be.
+    ``name`` is the main scheme's, ``schemes`` are those of the layers that hold keys and values.
     """
     mixing = layers_that_mix(schemes, head_dim_of(config))
     found, noises = measure(model, config) if mixing else {}, []
@@ -403,8 +390,15 @@ def _measured(model: Any, config: Any) -> tuple[Mapping[int, Measured], str | No
             given["logits_to_keep"] = 1
         if "position_ids" in names and positions is not None:
             given["position_ids"] = positions.to(embedding.device)
-        with torch.no_grad(), inside_call(), _watching(config) as queries:
-            model(**given, **with_cache(model, cache), use_cache=True)
+        # Our own attention, which on plain tensors is sdpa, shows the queries, where the model takes it.
+        before, queries = _WATCH.queries, dict[int, tuple[Tensor, bool]]()
+        switched = temporarily_switched(config) if looks_attention_up(config) else contextlib.nullcontext()
+        try:
+            _WATCH.queries = queries
+            with torch.no_grad(), inside_call(), switched:
+                model(**given, **with_cache(model, cache), use_cache=True)
+        finally:
+            _WATCH.queries = before
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -420,17 +414,6 @@ def _measured(model: Any, config: Any) -> tuple[Mapping[int, Measured], str | No
             mean, deviation = torch.zeros_like(mean), torch.hypot(mean, deviation)
         found[layer] = Measured(mean, deviation, near, query)
     return found, None
-
-
-@contextlib.contextmanager
-def _watching(config: Any) -> Iterator[dict[int, tuple[Tensor, bool]]]:
-    """Queries by layer; shown by our own attention, which on plain tensors is sdpa, where the model takes it."""
-    before, _WATCH.queries = _WATCH.queries, {}
-    try:
-        with temporarily_switched(config) if looks_attention_up(config) else contextlib.nullcontext():
-            yield _WATCH.queries
-    finally:
-        _WATCH.queries = before
 
 
 def _tokens(vocabulary: int, config: Any) -> tuple[Tensor, Tensor | None]:

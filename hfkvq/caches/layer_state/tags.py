@@ -93,12 +93,10 @@ class TokenRecord:
         return None if self.tags is None or not self.length else self.tags[:, : self.length].to(device)
 
     def tag_prompt(self, ids: Tensor, mask: Tensor | None, seen: int) -> None:
-        """Tags the columns from ``seen`` on; earlier columns keep what they have, unless tags are to be renewed.
+        """Tags ids (B, t) behind the ``seen`` columns that are cached; these keep their tags, unless they are renewed.
 
         Args:
-            ids: (B, t), what comes behind the ``seen`` columns that are cached.
             mask: (B, seen + t), 0 at padding, or None.
-            seen: columns that the cache holds.
 
         Raises:
             ValueError: other ids than were expected by `expect`. Nothing is changed then.
@@ -144,7 +142,8 @@ class TokenRecord:
                     f"input_ids: got {rows} rows, but see() got {self.ids.shape[0]}; show it what the model gets."
                 )
             # `generate` repeats rows so for beams and for several answers to a prompt.
-            self.repeat_rows(rows // self.ids.shape[0])
+            own = torch.arange(self.ids.shape[0], device=self.ids.device)
+            self.take_rows(own.repeat_interleave(rows // len(own)))
 
     def expect(self, ids: Tensor, mask: Tensor | None, seen: int) -> None:
         """Notes and tags a conversation (B, n) ahead of its forward, with its mask: the tokens that come must be these.
@@ -238,18 +237,10 @@ class TokenRecord:
 
     @outside_inference_mode
     def take_rows(self, index: Tensor) -> None:
-        """Row b becomes what row ``index[b]`` was; a boolean mask (B,) keeps rows."""
+        """Row b becomes what row ``index[b]`` was."""
         if self.ids is not None and self.tags is not None:
             index = index.to(self.ids.device)
             self.ids, self.tags = self.ids[index], self.tags[index]
-            self._unshare()
-
-    @outside_inference_mode
-    def repeat_rows(self, repeats: int) -> None:
-        """Every row ``repeats`` times."""
-        if self.ids is not None and self.tags is not None:
-            self.ids = self.ids.repeat_interleave(repeats, 0)
-            self.tags = self.tags.repeat_interleave(repeats, 0)
             self._unshare()
 
 

@@ -127,15 +127,11 @@ class PaddingReader:
         return PaddingReader, ()
 
     def read(self, mask: Tensor, seen: int, tokens: int, lengths: Tensor) -> Padding | None:
-        """Padding among the newest ``tokens`` of ``seen`` columns.
+        """Padding among the newest ``tokens`` of ``seen`` columns, or None. Asks the device, once for each mask.
 
         Args:
             mask: (B or 1, heads or 1, Q or 1, L), True or nonzero where visible, or float and added to logits.
-            seen: logical columns, the new ones included.
             lengths: i32 (B,), tokens that each row has stored before.
-
-        Returns:
-            None if no new column is padding. One transfer to the host, for a mask not met before.
         """
         # Tensors of inference mode count no versions; nobody may change them in place either, but within that mode.
         key = (0 if mask.is_inference() else mask._version, seen, tokens)

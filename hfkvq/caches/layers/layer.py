@@ -531,7 +531,8 @@ class KVLayer(CacheLayerMixin):
         if own is None or known:
             return
         staged = self.staged
-        if not own.shifts:
+        # This asks the device.
+        if not own.vectors[0].any():
             return
         if self.store is not None and self.store.longest:
             raise RuntimeError(

@@ -121,12 +121,7 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def memory_of(pieces: Sequence[Any], seen: int) -> MemoryReport:
-    """Exact memory of layers: every tensor that they hold is counted (asks the device for the rows' lengths).
-
-    Args:
-        pieces: layers of a cache, and the recurrent states of those with attention beside.
-        seen: logical tokens of the cache.
-    """
+    """Exact memory of layers, and of the recurrent states of those with attention beside; ``seen``: logical tokens."""
     layers = [layer for layer in pieces if isinstance(layer, KVLayer)]
     stores = [layer.store for layer in layers if layer.store is not None]
     parts = sum((store.nbytes() for store in stores), StoreBytes())

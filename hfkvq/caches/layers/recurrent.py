@@ -74,11 +74,7 @@ class RecurrentLayer(LinearAttentionLayer):
         return numbers, {name: place.tensor for name, place in places.items()}
 
     def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Gives an empty layer what another one has packed; it takes tensors over.
-
-        Raises:
-            ValueError: it does not fit.
-        """
+        """Gives an empty layer what another one has packed, or raises ValueError; it takes tensors over."""
         held = {name: tensors[name] for name in found["states"]}
         rows = {x.shape[0] if x.dim() > 1 and x.dtype in _DTYPES and x.numel() else 0 for x in held.values()}
         if len(held) != len(tensors) or 0 in rows or len(rows) > 1:
@@ -110,12 +106,7 @@ class RecurrentLayer(LinearAttentionLayer):
 
 
 class StateSlot(NamedTuple):
-    """Slot of a layer's state.
-
-    Attributes:
-        name: of the state within its layer.
-        held: the layer's states of this kind, by number.
-    """
+    """Slot of a layer's state: its name, and where it is among the layer's states of its kind."""
 
     name: str
     held: dict[int, Any]
@@ -139,11 +130,7 @@ def slots_of(layers: Sequence[RecurrentLayer]) -> list[StateSlot]:
 
 
 class StatePlaces:
-    """The states of a cache's layers, where recorded steps look for them.
-
-    Args:
-        layers: of the cache, without those that hold keys and values alone.
-    """
+    """The states of a cache's layers, where recorded steps look for them."""
 
     def __init__(self, layers: Sequence[RecurrentLayer]) -> None:
         self.layers = list(layers)
@@ -218,10 +205,7 @@ class StatePlaces:
         """If a forward fails that has written some states, and not all that it writes, `check` says so from then on.
 
         PyTorch counts what its operations write. Kernels of others may write a convolution's state uncounted; the
-        recurrent one beside it is counted.
-
-        Args:
-            passed: whether attention has the forward's tokens in all layers.
+        recurrent one beside it is counted. ``passed`` says whether attention has the forward's tokens in all layers.
         """
         # They are held until then: their ids are not given to others.
         held = self.tensors()

@@ -56,11 +56,7 @@ def crop(layers: Sequence[Any], tokens_to_remove: Any, beside: Beside = ()) -> N
 
 
 def tokens_of(tokens_to_remove: Any) -> int:
-    """Minus the argument of `crop`, as a number.
-
-    Raises:
-        ValueError: no whole number.
-    """
+    """Minus the argument of `crop`, as a number."""
     try:
         # Transformers 5.17 passes a tensor.
         return -operator.index(tokens_to_remove)
@@ -224,11 +220,7 @@ def _change(
     beside: Beside = (),
     commit: bool = True,
 ) -> None:
-    """Changes all layers or none.
-
-    Args:
-        commit: whether what an update has left is sealed before.
-    """
+    """Changes all layers or none; ``commit`` seals before what an update has left."""
     paged = [layer for layer in _paged(layers) if layer.seen]
     parts = [*layers, *(each for each, _ in beside)]
     for layer in paged:
