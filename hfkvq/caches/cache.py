@@ -247,10 +247,7 @@ class MixedKVCache(Cache):
         """Shows the cache its model, and switches attention to "hfkvq", as the constructor does with a model.
 
         A cache made from a config, or loaded with pickle, needs it. Attention is not switched for models that look no
-        implementation up (Falcon, for example).
-
-        Args:
-            model: the model that is called with this cache; None for the one that the cache knows.
+        implementation up (Falcon, for example). None stands for the model that the cache knows.
 
         Raises:
             ValueError: a model of another config than the cache was made for.
@@ -489,7 +486,6 @@ class MixedKVCache(Cache):
             raise uneven(first, last)
 
     def _check_capacity(self, tokens: int) -> None:
-        """Raises ValueError if so many more tokens exceed a fixed capacity."""
         if self._capacity is not None and self._compressed:
             # Stock layers have no capacity, and may come first.
             first = self.compressed_layers[0]
@@ -640,11 +636,7 @@ class MixedKVCache(Cache):
         self._take_rows("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keeps these rows only, or nothing is changed.
-
-        Args:
-            indices: numbers of rows (a sequence, slice or i64 (B',)), or a mask of all rows (bool (B,)).
-        """
+        """Keeps these rows only (numbers, a slice, or a mask bool (B,)), or nothing is changed."""
         self._take_rows("batch_select_indices", indices)
 
     def _take_rows(self, verb: str, given: Any) -> None:
@@ -658,12 +650,9 @@ class MixedKVCache(Cache):
         transactions.reset(self.layers, self._beside("reset"))
 
     def level(self, seen: int | None = None) -> None:
-        """Takes tokens out again that an interrupted forward has left in some layers.
+        """Takes tokens out again that an interrupted forward has left in some layers: all beyond ``seen``.
 
-        A page that these tokens had filled is reopened with the values it holds.
-
-        Args:
-            seen: tokens to go back to; None for as many as all layers have.
+        None for as many as all layers have. A page that these tokens had filled is reopened with the values it holds.
 
         Raises:
             NotImplementedError: a layer has evicted tokens since, or recurrent states have them. Nothing is changed

@@ -311,6 +311,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def path_of(folder: Path, name: str) -> Path:
+    """Path of a file."""
     return folder / f"{name}{SUFFIX}"
 
 

@@ -89,11 +89,8 @@ def page_scores(layer: LayerBase, queries: QueryStatistics) -> Tensor:
 def kept_pages(layer: LayerBase, queries: QueryStatistics, most: int, newest: int) -> Kept:
     """The pages that stay so that no row holds more than ``most`` tokens: in each KV head those of highest score.
 
-    Sink, newest tokens and pages that are not full always stay. The host asks the device nothing.
-
-    Args:
-        layer: settled, of one run of pages.
-        newest: newest tokens that always stay.
+    Sink, ``newest`` tokens and pages that are not full always stay. The host asks the device nothing. The layer is
+    settled, and of one run of pages.
     """
     state = layer.held().state
     sink, page, scores = state.sizes.sink, page_size(state), page_scores(layer, queries)
@@ -116,9 +113,7 @@ def kept_pages(layer: LayerBase, queries: QueryStatistics, most: int, newest: in
 def cut_prompt(layer: LayerBase, scheme: SnapKV, query: Tensor, arguments: AttentionArguments) -> None:
     """Lets the best tokens of a staged first prompt join the store, as SnapKV has it, and no others.
 
-    Args:
-        layer: empty but for what is staged.
-        query: (B, Hq, Q, D), smoothed as the staged keys are.
+    The layer holds nothing else. Queries (B, Hq, Q, D) are smoothed as the staged keys are.
 
     Raises:
         ValueError: padding stands among tokens. All layers are empty then, as they were before this prompt.

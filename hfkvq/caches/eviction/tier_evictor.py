@@ -24,13 +24,7 @@ from .evictor import EvictingGroup, Eviction, QueryWindow, keep, store_choice, s
 
 
 class Budget(NamedTuple):
-    """Budget of a row's KV head.
-
-    Attributes:
-        tokens: the most tokens, where the budget counts them.
-        bytes: the most bytes; None where it counts tokens.
-        costs: bytes of a token in few bits and whole.
-    """
+    """Budget of a row's KV head: most tokens, or if not None bytes; and bytes of a token in few bits and whole."""
 
     tokens: int
     bytes: int | None
@@ -287,11 +281,7 @@ class TierEvictor(Eviction[Arkv]):
         self.trim_at = layer.seen + 1 + max(room, 0)
 
     def _trim(self, scores: Tensor, prompt: Tensor, where: Tensor, order: Tensor) -> None:
-        """Cuts rows that have outgrown their budget.
-
-        ``prompt`` (bool (B*H,)) are those that have had a prompt just now. ``where`` and ``order`` are what `positions`
-        and `token_order` say.
-        """
+        """Cuts rows that have outgrown their budget; arguments are those of `tier_targets`."""
         layer, store, policy = self.layer, self.layer.held(), self.policy
         over = self.budget.room(store) < 0
         # Until all layers are done, as many tokens as the budget could hold in few bits.
@@ -352,13 +342,10 @@ class TierGroup(EvictingGroup[TierEvictor]):
 
 
 def assign_tiers(members: Sequence[TierEvictor], most: Tensor | None) -> None:
-    """Assigns tiers to what a prompt left in each layer.
+    """Assigns tiers to what a prompt left in each layer, by ``most``, the greatest strength of any, f32 (B,).
 
     Layers that are alike are requantized as one store of all their rows, and the host asks the device once: some
     hundred small operations for each layer by itself would be waited for when a prompt is done.
-
-    Args:
-        most: f32 (B,), the greatest strength of any layer; None where none has any.
     """
     groups: dict[tuple[object, ...], list[TierEvictor]] = {}
     for member in members:

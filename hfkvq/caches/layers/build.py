@@ -47,9 +47,6 @@ def scheme_for_window(scheme: Scheme, window: int, dims: tuple[int, int]) -> Sch
 
     16-bit pages take windows that are short beside what the scheme keeps unquantized anyway, and schemes that choose
     among all tokens of a row: those that evict, and those that give tokens widths of their own.
-
-    Args:
-        window: tokens that a query sees.
     """
     if isinstance(scheme, Full):
         return Full(page_size=min(PAGE, scheme.page_size))

@@ -35,11 +35,7 @@ def parse_value(text: str) -> Any:
 
 
 def split_knobs(text: str, knobs: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-    """Name and knobs of ``NAME:KNOB=VALUE:...``, and further ``knobs``.
-
-    Raises:
-        ValueError: a knob that is given twice.
-    """
+    """Name and knobs of ``NAME:KNOB=VALUE:...``, and further ``knobs``, each of them once."""
     # Folders may have any name.
     name, *typed = [text] if Path(text).is_file() else _COLON.split(text)
     found: dict[str, Any] = {}
@@ -94,11 +90,7 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 def register(scheme: type[Any]) -> None:
-    """Takes the name of a `Scheme`, which stands for its defaults, and its presets; a name can be taken once.
-
-    Raises:
-        ValueError: a name is another scheme's. Then nothing is taken.
-    """
+    """Takes the name of a `Scheme`, which stands for its defaults, and its presets; or nothing, if one is taken."""
     # Inherited presets are the base's, and left out.
     declared = vars(scheme).get("presets", {})
     entries = {
@@ -119,11 +111,7 @@ def presets() -> list[str]:
 
 
 def entry_of(name: str) -> tuple[type[Any], Entry]:
-    """The class and the declaration of a preset; of "snapkv+kitty-pro" those of "snapkv" over pages of "kitty-pro".
-
-    Raises:
-        ValueError: an unknown preset; the nearest names are shown.
-    """
+    """The class and the declaration of a preset; of "snapkv+kitty-pro" those of "snapkv" over pages of "kitty-pro"."""
     name, plus, pages = name.partition("+") if isinstance(name, str) else (name, "", "")
     if plus:
         cls, entry = entry_of(name)
@@ -142,11 +130,7 @@ def in_order() -> Iterator[str]:
 
 
 def listed(name: str) -> tuple[str, ...]:
-    """The presets of one of `LISTS`.
-
-    Raises:
-        ValueError: there is no such list.
-    """
+    """The presets of one of `LISTS`."""
     if name not in LISTS:
         raise ValueError(f"lists: got {name!r}, which is unknown; {nearest(name, list(LISTS))}")
     return tuple(preset for preset in in_order() if name in _PRESETS[preset][1].lists)
@@ -465,25 +449,16 @@ class Scheme:
 
     def knobs(self) -> dict[str, Any]:
         """Value of every knob, plain as JSON has it."""
-        return {
-            name: value.to_dict() if isinstance(value, Scheme) else value for name, value in _fields_of(self).items()
-        }
+        found = {own.name: getattr(self, own.name) for own in fields(self)}
+        return {name: value.to_dict() if isinstance(value, Scheme) else value for name, value in found.items()}
 
     @staticmethod
     def from_dict(description: Mapping[str, Any]) -> Scheme:
-        """Inverse of `to_dict`; missing knobs take their defaults.
-
-        Raises:
-            ValueError: it names no scheme, an unknown one, or knobs that it does not take.
-        """
+        """Inverse of `to_dict`; missing knobs take their defaults."""
         knobs = dict(description)
         if not isinstance(knobs.get("scheme"), str):
             raise ValueError(f"scheme: got {knobs.get('scheme')!r} under 'scheme', allowed a name; see list_schemes().")
         return get_scheme(knobs.pop("scheme"), **knobs)
-
-
-def _fields_of(scheme: Scheme) -> dict[str, Any]:
-    return {own.name: getattr(scheme, own.name) for own in fields(scheme)}
 
 
 def warn_of_limits(scheme: Scheme, key_dim: int, value_dim: int) -> None:
@@ -533,7 +508,7 @@ def get_scheme(name: str | Scheme, **knobs: Any) -> Scheme:
         ValueError: unknown preset or knob (the nearest names are shown), or a knob out of range.
     """
     if isinstance(name, Scheme):
-        cls, base = type(name), _fields_of(name)
+        cls, base = type(name), {own.name: getattr(name, own.name) for own in fields(name)}
     else:
         name, knobs = split_knobs(name, knobs) if isinstance(name, str) else (name, knobs)
         cls, entry = entry_of(name)

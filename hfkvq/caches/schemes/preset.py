@@ -37,11 +37,7 @@ class Preset:
             _ends(which)
 
     def by_layer(self, count: int) -> list[Scheme]:
-        """The scheme of each of ``count`` layers.
-
-        Raises:
-            ValueError: a layer that the model does not have, or one named twice.
-        """
+        """The scheme of each of ``count`` layers; a ValueError for one that there is not, or that is named twice."""
         found: dict[int, Scheme] = {}
         for which, scheme in self.layers:
             first, last = (end + count if end < 0 else end for end in _ends(which))
@@ -87,11 +83,7 @@ class Preset:
 
     @staticmethod
     def load(path: str | Path) -> Preset:
-        """Reads what `save` wrote.
-
-        Raises:
-            ValueError: there is no such file, it holds something else, or a scheme or knob that is unknown here.
-        """
+        """Reads what `save` wrote, or raises ValueError."""
         values = read_json(path, KIND, "scheme", "hfkvq tune")
         if not isinstance(values.get("scheme"), dict):
             raise ValueError(f"scheme: {path} is damaged (it describes no scheme); make it again with `hfkvq tune`.")
@@ -164,11 +156,7 @@ _OPTIONS = "memory order evict layers max_cache_len graphs headroom offloading a
 
 
 def checked_knobs(scheme: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a cache that are none of its options, once each is a knob of its scheme.
-
-    Raises:
-        ValueError: it is neither; the nearest names are shown.
-    """
+    """Arguments of a cache that are none of its options, once each is a knob of its scheme; else a ValueError."""
     known = get_preset(scheme).scheme.knobs() if given else {}
     for name in given:
         if name not in known:

@@ -108,12 +108,7 @@ class BitTable:
     counts: Mapping[str, float] = field(default_factory=dict)
 
     def check(self, config: Any, tokenizer: Any = None) -> None:
-        """Raises ValueError if the table was made for another model or chat template.
-
-        Args:
-            config: of the model that is to use it.
-            tokenizer: its tokenizer; None leaves the template unchecked.
-        """
+        """Raises ValueError if the table is for another model; or, with a tokenizer, for another chat template."""
         differs = "model" if self.origin.config != config_hash(config) else ""
         if tokenizer is not None and not differs and self.origin.template != template_hash(tokenizer):
             differs = "chat template"
@@ -130,11 +125,7 @@ class BitTable:
 
     @staticmethod
     def load(path: str | Path) -> BitTable:
-        """Reads what `save` wrote.
-
-        Raises:
-            ValueError: there is no such file, or it holds something else.
-        """
+        """Reads what `save` wrote, or raises ValueError."""
         values = read_json(path, KIND, "table", "python -m evals.triaxial allocate")
         try:
             return BitTable(
@@ -151,11 +142,7 @@ class BitTable:
 
 
 def read_json(path: str | Path, kind: str, name: str, maker: str) -> dict[str, Any]:
-    """A JSON object whose "kind" is ``kind``.
-
-    Raises:
-        ValueError: no such file, no JSON, or another kind; names the argument ``name`` and the command ``maker``.
-    """
+    """A JSON object whose "kind" is ``kind``; else a ValueError, which names the argument and the command ``maker``."""
     try:
         values = load_json(path)
     except OSError as error:
