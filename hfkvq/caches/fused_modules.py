@@ -196,7 +196,12 @@ class Fusion:
     def _note(self, module: nn.Linear, x: Tensor) -> None:
         """Notes linear layers that get one input, which is the same at all their calls."""
         last = self._last
-        alike = last is not None and last[0] is x and len(last[2]) < LAYERS and _alike(last[2][0], module)
+        alike = last is not None and last[0] is x and len(last[2]) < LAYERS
+        if alike and last is not None:
+            # One launch can compute them over the same input.
+            one = last[2][0]
+            alike = one.in_features == module.in_features and _belongs(one.weight.data, module.weight)
+            alike = alike and (one.bias is None) == (module.bias is None)
         if last is None or not alike or module in last[2] or not torch.equal(x, last[1]):
             self._last = last = x, x.clone(), []
         last[2].append(module)
@@ -269,12 +274,6 @@ def _newest(x: Tensor) -> Tensor:
 def _kind(module: nn.Linear, x: Tensor) -> Any:
     """Kind of a linear layer and its input's rows: all that its kernel depends on."""
     return type(module), module.weight.shape, module.bias is None, x.shape[:-1], x.dtype
-
-
-def _alike(one: nn.Linear, other: nn.Linear) -> bool:
-    """True for linear layers that one launch can compute over the same input."""
-    same_input = one.in_features == other.in_features and _belongs(one.weight.data, other.weight)
-    return same_input and (one.bias is None) == (other.bias is None)
 
 
 def _products(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:

@@ -328,7 +328,12 @@ def hfkvq_attention(
         after = partial(values_from_latents, module)
     elif tiles > 1:
         # Heads come ``tiles`` times one after another; pages want those of each KV head in a row.
-        asked, after = query.unflatten(1, (tiles, -1)).transpose(1, 2).flatten(1, 2), partial(_in_tiles, tiles=tiles)
+        asked = query.unflatten(1, (tiles, -1)).transpose(1, 2).flatten(1, 2)
+
+        def in_tiles(x: Tensor) -> Tensor:
+            return x.unflatten(1, (-1, tiles)).transpose(1, 2).flatten(1, 2)
+
+        after = in_tiles
 
     def dense() -> Tensor:
         if tiles == 1 and is_plain(arguments, layer.columns, dropout, kwargs):
@@ -350,11 +355,6 @@ def hfkvq_attention(
             arguments = arguments.explicit(query, key.shape[2])
         out = layer.forward(asked, arguments, dense, attention_mask, after)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _in_tiles(x: Tensor, tiles: int) -> Tensor:
-    """Heads of each KV head in a row (B, Hq, Q, Dv) as they come: ``tiles`` times one after another."""
-    return x.unflatten(1, (-1, tiles)).transpose(1, 2).flatten(1, 2)
 
 
 def _refuse_weights(module: torch.nn.Module) -> None:
@@ -403,9 +403,16 @@ def hfkvq_mask(
         if columns.shape[1] == kv_length:
             return columns[:, None, None, :] if torch.compiler.is_compiling() else step_mask(columns)
     if q_length > 1 and kv_length != q_length:
-        plain = allow_is_causal_skip and not _needs_masks(kwargs.get("config"))
-        plain = plain and mask_function is causal_mask_function
-        if plain and _is_newest(q_length, kv_length, q_offset, kv_offset):
+        config = kwargs.get("config")
+        # PaliGemma's modules are not causal. Models that add to their masks say so (``allow_is_causal_skip``), but Doge
+        # with newer releases only.
+        adds = (
+            getattr(config, "use_bidirectional_attention", False) or getattr(config, "model_type", None) in TOUCHES_KEYS
+        )
+        plain = allow_is_causal_skip and not adds and mask_function is causal_mask_function
+        # A prompt's queries, and the newest columns theirs; of a step nobody asks the device.
+        plain = plain and not is_recorded() and not isinstance(q_offset, Tensor) and q_length > MAX_STEP
+        if plain and q_offset + q_length == kv_offset + kv_length:
             columns = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
             # The device is asked once a forward, as stock code does for a first prompt.
             if columns is None or (columns.shape[1] == kv_length and bool(columns.all())):
@@ -422,22 +429,6 @@ def hfkvq_mask(
         allow_is_causal_skip=allow_is_causal_skip,
         **kwargs,
     )
-
-
-def _needs_masks(config: Any) -> bool:
-    """True if none is not causal, or is not taken: PaliGemma's modules are not causal, and Doge adds to its masks.
-
-    Models that add to theirs say so (``allow_is_causal_skip``), but Doge with newer releases only.
-    """
-    bidirectional = getattr(config, "use_bidirectional_attention", False)
-    return bool(bidirectional) or getattr(config, "model_type", None) in TOUCHES_KEYS
-
-
-def _is_newest(q_length: int, kv_length: int, q_offset: Any, kv_offset: int) -> bool:
-    """True if these are a prompt's queries, and the newest columns theirs; of a step nobody asks the device."""
-    if is_recorded() or isinstance(q_offset, Tensor) or q_length <= MAX_STEP:
-        return False
-    return q_offset + q_length == kv_offset + kv_length
 
 
 _WINDOW = sliding_window_causal_mask_function(1)

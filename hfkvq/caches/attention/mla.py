@@ -47,19 +47,14 @@ def patch_expand_kv(model: torch.nn.Module, config: Any) -> None:
     for module in model.modules():
         if hasattr(type(module), "expand_kv"):
             vars(module)["expand_kv"] = _Expansion(module)
-    on_restore(config, id(model), _Undo(model))
+    known = weakref.ref(model)
 
-
-class _Undo:
-    """Gives a model's modules the expansion of their class back."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = weakref.ref(model)
-
-    def __call__(self) -> None:
-        model = self._model()
-        for module in () if model is None else model.modules():
+    def undo() -> None:
+        own = known()
+        for module in () if own is None else own.modules():
             vars(module).pop("expand_kv", None)
+
+    on_restore(config, id(model), undo)
 
 
 def absorb_queries(module: Any, query: Tensor) -> Tensor:

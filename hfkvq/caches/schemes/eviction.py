@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -213,9 +214,11 @@ class TokenEviction(EvictionScheme):
 
     # Pages follow the other scheme.
 
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.page_scheme.needs
+    needs = property(attrgetter("page_scheme.needs"))
+    smooths_keys = property(attrgetter("page_scheme.smooths_keys"))
+    channel_rule = property(attrgetter("page_scheme.channel_rule"))
+    untagged_is_wide = property(attrgetter("page_scheme.untagged_is_wide"))
+    reads_tokens = property(attrgetter("page_scheme.reads_tokens"))
 
     def in_layer(self, layer: int, layers: int) -> Scheme:
         """Over the pages that the layer takes."""
@@ -225,14 +228,6 @@ class TokenEviction(EvictionScheme):
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         return self.page_scheme.layout(key_dim, value_dim)
 
-    @property
-    def smooths_keys(self) -> bool:
-        return self.page_scheme.smooths_keys
-
-    @property
-    def channel_rule(self) -> str | None:
-        return self.page_scheme.channel_rule
-
     def step_rule(self, head_dim: int) -> str | None:
         return self.page_scheme.step_rule(head_dim)
 
@@ -241,14 +236,6 @@ class TokenEviction(EvictionScheme):
 
     def token_bits(self, keys: Tensor, values: Tensor, position: Tensor, tags: Tensor | None = None) -> Tensor | None:
         return self.page_scheme.token_bits(keys, values, position, tags)
-
-    @property
-    def untagged_is_wide(self) -> bool:
-        return self.page_scheme.untagged_is_wide
-
-    @property
-    def reads_tokens(self) -> bool:
-        return self.page_scheme.reads_tokens
 
     def limits(self, key_dim: int, value_dim: int) -> Limits:
         """Limits of the pages' scheme, and those that trims of steps add."""

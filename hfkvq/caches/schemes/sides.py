@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -71,17 +72,9 @@ class Sides(Scheme):
 
     # Channels of keys are raised, and keys smoothed, as their scheme says.
 
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.key_scheme.needs
-
-    @property
-    def smooths_keys(self) -> bool:
-        return self.key_scheme.smooths_keys
-
-    @property
-    def channel_rule(self) -> str | None:
-        return self.key_scheme.channel_rule
+    needs = property(attrgetter("key_scheme.needs"))
+    smooths_keys = property(attrgetter("key_scheme.smooths_keys"))
+    channel_rule = property(attrgetter("key_scheme.channel_rule"))
 
     def step_rule(self, head_dim: int) -> str | None:
         return self.key_scheme.step_rule(head_dim)

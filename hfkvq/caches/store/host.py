@@ -93,16 +93,11 @@ def pinned(x: Tensor) -> Tensor:
 
 
 def hosted(view: RunView) -> RunView:
-    """A run whose pages lie in the host's memory: as it is, if they do."""
-    parts = [_moved(part) for part in (*view.keys, *view.values)]
-    if all(a is b for a, b in zip(parts, (*view.keys, *view.values), strict=True)):
-        return view
+    """A run whose pages lie in the host's memory."""
+    parts = [*view.keys, *view.values]
+    for i, part in enumerate(parts):
+        if part.numel() and not is_hosted(part):
+            found = empty(part.nbytes, part.device)
+            pinned(found).copy_(part.contiguous().view(-1).view(torch.uint8), non_blocking=True)
+            parts[i] = found.view(part.dtype).view(part.shape)
     return replaced(view, keys=parts[: len(view.keys)], values=parts[len(view.keys) :])
-
-
-def _moved(part: Tensor) -> Tensor:
-    if not part.numel() or is_hosted(part):
-        return part
-    found = empty(part.nbytes, part.device)
-    pinned(found).copy_(part.contiguous().view(-1).view(torch.uint8), non_blocking=True)
-    return found.view(part.dtype).view(part.shape)
