@@ -176,7 +176,11 @@ MUTANTS = [
         "reorder-full", "rows", SHARE, "full = (counts.amin(0) // page)[rows]", "full = (counts.amax(0) // page)[rows]"
     ),
     Mutant(
-        "reorder-slack", "rows", SHARE, "return max(keys.local, values.local) + max(keys.unit, values.unit)", "return 0"
+        "reorder-slack",
+        "rows",
+        SHARE,
+        "slack = max(keys.local, values.local) + max(keys.unit, values.unit)",
+        "slack = 0",
     ),
     Mutant(
         "reorder-windows",

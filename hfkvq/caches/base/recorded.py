@@ -46,7 +46,7 @@ def recording() -> Iterator[None]:
 
 
 def uneven(first: int | None, last: int | None) -> RuntimeError:
-    """Error text for layers of a cache that hold different tokens."""
+    """Error for layers of a cache that hold different tokens."""
     return RuntimeError(
         f"The cache's first layer has seen {first} tokens and its last one {last}: a forward was interrupted, or the "
         "cache was made for a model with more layers. Call reset() to begin again, or level() to take back what came "
@@ -155,10 +155,8 @@ class DeviceSync(Group[Any]):
     def catch_up(self) -> None:
         """Lets the layers know how long rows are, and does what steps have left to do.
 
-        Where the host has not counted the steps, one transfer a device.
-
-        Raises:
-            ValueError: tokens of these steps found no room and were not stored.
+        Where the host has not counted the steps, one transfer a device. Tokens that found no room and were not stored
+        raise ValueError.
         """
         if not self.stale:
             self.apply_graph_steps()
@@ -189,11 +187,7 @@ class DeviceSync(Group[Any]):
             raise ValueError(f"{where}; the cache holds {first.seen}, and what came later was not stored. {remedy}")
 
     def announce(self, tokens: int) -> None:
-        """A forward of so many tokens is about to come, as far as the host can know.
-
-        Raises:
-            ValueError: it would exceed the capacity. Nothing is changed then.
-        """
+        """A forward of so many tokens is about to come; see `MixedKVCache.between_steps`."""
         members = self.members
         first = members[0].layer
         if not self.stale:
@@ -215,8 +209,7 @@ class DeviceSync(Group[Any]):
     def prepare(self, tokens: int) -> None:
         """Makes ready for a graph step of so many tokens: what an update or the budget has left to do.
 
-        Raises:
-            ValueError: it would exceed the capacity. Nothing is changed then.
+        One that would exceed the capacity raises ValueError, and changes nothing.
         """
         members = self.members
         if self.stale:

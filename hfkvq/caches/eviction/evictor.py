@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -282,8 +282,12 @@ class Eviction(Part, Generic[S]):
         scores: f32 (B*H, n), oldest token first, NaN where a token has none: while they are needed.
         trim_at: tokens seen at which the next trim is due; 0 where nobody has worked it out.
         arguments: of the newest attention call, without its mask.
+        by_row: names of tensors that have an entry for each of the layer's rows.
+        by_head: likewise for each of the store's.
     """
 
+    by_row: ClassVar[tuple[str, ...]] = ()
+    by_head: ClassVar[tuple[str, ...]] = ("scores",)
     group: EvictingGroup[Any]
 
     def __init__(self, layer: LayerBase) -> None:
@@ -420,7 +424,7 @@ class Eviction(Part, Generic[S]):
         """Contents between forwards, for a file."""
         given = self.arguments
         numbers = {"trim_at": self.trim_at, "arguments": [given.scaling, given.softcap, given.causal]}
-        held = {"scores": self.scores, "sinks": given.sinks}
+        held = {name: getattr(self, name) for name in (*self.by_row, *self.by_head)} | {"sinks": given.sinks}
         return numbers, {name: tensor for name, tensor in held.items() if tensor is not None}
 
     def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -428,7 +432,9 @@ class Eviction(Part, Generic[S]):
         self.arguments = AttentionArguments(
             float(scaling), None, float(softcap), tensors.get("sinks"), causal=causal is True
         )
-        self.trim_at, self.scores = int(found["trim_at"]), tensors.get("scores")
+        self.trim_at = int(found["trim_at"])
+        for name in (*self.by_row, *self.by_head):
+            setattr(self, name, tensors.get(name))
 
     # Rows and lengths change.
 
@@ -437,12 +443,17 @@ class Eviction(Part, Generic[S]):
             self._remember(self.scores)
 
     def take_rows(self, rows: Tensor) -> None:
-        if self.scores is not None:
-            self.scores = self.scores[self.layer.held().rows_of(rows.to(self.scores.device))]
+        for name in (*self.by_row, *self.by_head):
+            held = getattr(self, name)
+            if held is not None:
+                own = rows.to(held.device)
+                setattr(self, name, held[own if name in self.by_row else self.layer.held().rows_of(own)])
 
     def notes(self) -> tuple[list[Tensor], list[Tensor]]:
         """Tensors that it holds: with an entry for each of the layer's rows, and for each of the store's."""
-        return [], [] if self.scores is None else [self.scores]
+        held = [[getattr(self, name) for name in names] for names in (self.by_row, self.by_head)]
+        by_row, by_head = ([x for x in each if x is not None] for each in held)
+        return by_row, by_head
 
     def tensors(self) -> list[Tensor]:
         by_row, by_head = self.notes()

@@ -128,6 +128,7 @@ class TierEvictor(Eviction[Arkv]):
         provisional: bool (B*H,), rows whose tiers are not final yet; None if there are none.
     """
 
+    by_row, by_head = ("strength",), ("scores", "provisional")
     budget: Budget
     group: TierGroup
 
@@ -300,29 +301,15 @@ class TierEvictor(Eviction[Arkv]):
             self._remember(scores.gather(1, left[:, : store.longest]))
         self.trim_at = layer.seen + 1 + max(int(self.budget.room(store).min()), 0)
 
-    # Rows and lengths change.
+    # Files.
 
     def pack(self) -> Packed:
         numbers, tensors = super().pack()
-        held = {"strength": self.strength, "provisional": self.provisional}
-        return numbers | {"prompts": self.prompts}, tensors | {k: x for k, x in held.items() if x is not None}
+        return numbers | {"prompts": self.prompts}, tensors
 
     def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         super().unpack(found, tensors)
         self.prompts = int(found["prompts"])
-        self.strength, self.provisional = tensors.get("strength"), tensors.get("provisional")
-
-    def take_rows(self, rows: Tensor) -> None:
-        super().take_rows(rows)
-        if self.strength is not None:
-            self.strength = self.strength[rows.to(self.strength.device)]
-        if self.provisional is not None:
-            self.provisional = self.provisional[self.layer.held().rows_of(rows.to(self.provisional.device))]
-
-    def notes(self) -> tuple[list[Tensor], list[Tensor]]:
-        by_row, by_head = super().notes()
-        by_row += [] if self.strength is None else [self.strength]
-        return by_row, by_head + ([] if self.provisional is None else [self.provisional])
 
 
 class TierGroup(EvictingGroup[TierEvictor]):

@@ -26,11 +26,11 @@ def reordered(state: StoreState, layout: Layout, rows: Tensor) -> StoreState:
     """
     if state.format.ring:
         return selected(state, rows)
-    grown, slack = rows.shape[0] - state.batch, _slack(layout)
+    grown = rows.shape[0] - state.batch
     for run in range(len(state.runs)):
         if grown > 0:
             state = enlarge(state, run, grown * state.runs[run].table.shape[1])
-        state = share_pages(state, run, rows, slack)
+        state = share_pages(state, run, rows, layout)
         pos = state.runs[run].pos
         if pos is not None:
             state = state.with_run(run, pos=pos[rows])
@@ -41,9 +41,9 @@ def part_pages(state: StoreState, layout: Layout) -> StoreState:
     """The state in which every page that is not full is of one row only."""
     if state.format.ring:
         return state
-    rows, slack = torch.arange(state.batch, device=state.device), _slack(layout)
+    rows = torch.arange(state.batch, device=state.device)
     for run in range(len(state.runs)):
-        state = share_pages(state, run, rows, slack)
+        state = share_pages(state, run, rows, layout)
     return state
 
 
@@ -105,12 +105,6 @@ def part(state: StoreState, first: int, rows: int, blocks: Sequence[int]) -> Sto
     return selected(state.replace(runs=runs), torch.arange(first, first + rows, device=state.device))
 
 
-def _slack(layout: Layout) -> int:
-    """Tokens by which one side is ahead of the other at the most: the local window and a seal unit."""
-    keys, values = layout.keys, layout.values
-    return max(keys.local, values.local) + max(keys.unit, values.unit)
-
-
 def take_rows(state: StoreState, rows: Tensor) -> StoreState:
     """The state whose row b is row ``rows[b]`` (i64 (B',)), in all but its runs."""
     return state.replace(
@@ -121,13 +115,14 @@ def take_rows(state: StoreState, rows: Tensor) -> StoreState:
     )
 
 
-def share_pages(state: StoreState, run: int, rows: Tensor, slack: int) -> StoreState:
+def share_pages(state: StoreState, run: int, rows: Tensor, layout: Layout) -> StoreState:
     """New table of a run after a reorder: full pages as they are, every other block a page that nobody reads then.
 
-    Args:
-        state: has pages for as many rows as ``rows``.
-        slack: tokens by which one side may be ahead of the other; blocks that hold those are copied.
+    The state has pages for as many rows as ``rows``.
     """
+    # Tokens by which one side is ahead of the other at the most; blocks that hold those are copied.
+    keys, values = layout.keys, layout.values
+    slack = max(keys.local, values.local) + max(keys.unit, values.unit)
     view = state.runs[run]
     blocks, device = view.table.shape[1], view.table.device
     if not blocks:
