@@ -256,8 +256,8 @@ MUTANTS = [
         "evict-rows",
         "eviction",
         EVICT,
-        "self.scores = self.scores[self.store().rows_of(",
-        "_ = self.scores[self.store().rows_of(",
+        "own = rows.to(held.device)",
+        "own = torch.arange(len(rows), device=held.device)",
     ),
     # Attention.
     Mutant(

@@ -342,7 +342,7 @@ def hfkvq_attention(
                 return found
         keys, values = key.materialize(), value.materialize()  # type: ignore[attr-defined]
         if latents:
-            keys, values = type(module).expand_kv(module, keys, values)
+            keys, values = type(module).expand_kv(module, keys, values)  # type: ignore[attr-defined]
         with WITHOUT_CUDNN if query.shape[2] <= MAX_STEP else contextlib.nullcontext():
             found, _ = dense_attention(module, query, keys, values, arguments, dropout, **kwargs)
         return found.transpose(1, 2)
