@@ -79,7 +79,7 @@ class Kitty(Scheme):
             ("kld", "fit"),
         ),
         "trellis-2.5": Entry(
-            "Our own preset: best-2.5 with values in trellis codes and more key channels in 4 bits: as many bits, less loss.",
+            "Our own preset: best-2.5, values in trellis codes, more key channels in 4 bits: as many bits, less loss.",
             {**_BEST, **_HEAVY, "trellis_values": True, "boost_ratio": 0.3125},
             ("kld", "fit"),
         ),

@@ -72,9 +72,9 @@ class Sides(Scheme):
 
     # Channels of keys are raised, and keys smoothed, as their scheme says.
 
-    needs = property(attrgetter("key_scheme.needs"))
-    smooths_keys = property(attrgetter("key_scheme.smooths_keys"))
-    channel_rule = property(attrgetter("key_scheme.channel_rule"))
+    needs = property(attrgetter("key_scheme.needs"))  # pyright: ignore[reportIncompatibleMethodOverride]
+    smooths_keys = property(attrgetter("key_scheme.smooths_keys"))  # pyright: ignore[reportIncompatibleMethodOverride]
+    channel_rule = property(attrgetter("key_scheme.channel_rule"))  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def step_rule(self, head_dim: int) -> str | None:
         return self.key_scheme.step_rule(head_dim)
