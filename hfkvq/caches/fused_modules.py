@@ -58,7 +58,6 @@ class Fusion:
         """Runs the model's modules fused within it, in this thread, and leaves them as they were.
 
         Args:
-            model: of Transformers.
             compares: whether kinds that are not known yet are computed both ways, which asks the device; otherwise
                 they run as they are.
             prompt: whether linear layers get many rows, and stay PyTorch's.

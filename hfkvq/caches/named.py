@@ -33,15 +33,7 @@ if TYPE_CHECKING:
 
 
 class NamedCache(MixedKVCache):
-    """`MixedKVCache` of the preset ``preset_name``.
-
-    Args:
-        model_or_config: the model, or its config.
-        **given: knobs of the scheme, and further arguments of `MixedKVCache`.
-
-    Raises:
-        ValueError: unknown knob or one out of range; see `MixedKVCache`.
-    """
+    """`MixedKVCache` of the preset ``preset_name``, with its arguments, and knobs of the scheme."""
 
     preset_name: ClassVar[str]
 
@@ -185,13 +177,13 @@ class TriAxialCache(NamedCache):
     (``TriAxialCache(model.config, tokenizer)``), show it the conversation before each turn: ``cache.see(input_ids)``.
     Until it has seen ids, everything gets 4 bits, and a warning says so once.
 
-    A token's bit width is fixed when the token is first sealed. What is stored does not change as the conversation goes
-    on and the token gets older. Generated tokens get 4 bits. With ``requantize_on_turn_end=True``, every prompt after
-    cached tokens tags all of them again, generated ones by what they turned out to be. Before the prompt is attended
-    to, whole pages of tokens that are now due 2 bits are quantized again; bits never rise. A prompt that is refused
-    changes nothing. If its forward fails later, the layers that it has passed stay requantized: no token is lost, and
-    the next prompt does the rest. This needs the ids of all cached tokens. Compiled steps do not show theirs, so after
-    them ``see`` the whole conversation before the next turn, or nothing is requantized.
+    A token's bit width is fixed when the token is first sealed; generated tokens get 4 bits. With
+    ``requantize_on_turn_end=True`` (see `hfkvq.caches.schemes.TriAxial`), every prompt after cached tokens tags all of
+    them again, generated ones by what they turned out to be, and whole pages that are now due 2 bits are quantized
+    again before it is attended to. A prompt that is refused changes nothing. If its forward fails later, the layers
+    that it has passed stay requantized, and the next prompt does the rest. This needs the ids of all cached tokens.
+    Compiled steps do not show theirs, so after them ``see`` the whole conversation before the next turn, or nothing is
+    requantized.
 
     A prompt that is passed to the model in several chunks is tagged chunk by chunk, as if each chunk ended the
     conversation. ``see`` the whole prompt first, so that its turns are recognized.
@@ -376,16 +368,12 @@ def make_cache(
     tokenizer: Any = None,
     tagger: Tagger | None = None,
 ) -> Cache:
-    """An empty cache.
+    """An empty cache of a preset (see `get_preset`); None is Transformers' own cache.
 
     Args:
         model: that is to use it; below an adapter, if it has one.
-        what: see `get_preset`; None is Transformers' own cache.
         tokenizer: the model's, for schemes that read roles from token ids.
         tagger: in its place; make one and use it for many caches.
-
-    Raises:
-        ValueError: see `MixedKVCache`; a scheme that needs tags, and neither tokenizer nor tagger.
     """
     if what is None:
         return DynamicCache(config=model.config.get_text_config(decoder=True))

@@ -40,7 +40,6 @@ from ..base import warn_once
 from ..base.config_switch import NAME, implementation_before
 from ..base.model_config import TOUCHES_KEYS
 from ..base.recorded import is_captured, is_recorded
-from ..layer_state.base import LayerBase
 from ..layer_state.smoothing import note_queries
 from ..layers.handle import layer_of
 from ..steps.step_buffer import OWNERS, StepKV
@@ -227,30 +226,24 @@ def _prompt(
     owner = OWNERS.get(buffer.data_ptr())
     if owner is None:
         raise RuntimeError("hfkvq::prompt: this buffer belongs to no cache layer; pass the layer's own.")
-    return _attend_prompt(owner.layer, q, k, v, AttentionArguments(scaling, mask, softcap, sinks, None, causal))
+    # A prompt is taken as by an eager forward: (B, Hq, Q, Dv). A mask may have the capacity's columns.
+    layer = owner.layer
+    layer.update(k, v)
+    mask = None if mask is None else mask[..., layer.seen - layer.columns : layer.seen]
+    arguments = AttentionArguments(scaling, mask, softcap, sinks, None, causal)
+
+    def dense() -> Tensor:
+        held = layer.dense("keys"), layer.dense("values")
+        given = (torch.cat(held, -1), held[0]) if layer.latents else held
+        return dense_attention(None, q, *given, arguments)[0].transpose(1, 2)
+
+    return layer.forward(q, arguments.explicit(q, layer.columns), dense, mask).contiguous()
 
 
 @_prompt.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     # Queries of latents are as wide as a latent and its rotary part together.
     return q.new_empty((*q.shape[:3], (v if q.shape[-1] == k.shape[-1] else k).shape[-1]))
-
-
-def _attend_prompt(
-    layer: LayerBase, query: Tensor, keys: Tensor, values: Tensor, arguments: AttentionArguments
-) -> Tensor:
-    """Takes a prompt as an eager forward would: (B, Hq, Q, Dv). A mask may have the capacity's columns."""
-    layer.update(keys, values)
-    if arguments.mask is not None:
-        arguments = arguments._replace(mask=arguments.mask[..., layer.seen - layer.columns : layer.seen])
-
-    def dense() -> Tensor:
-        held = layer.dense("keys"), layer.dense("values")
-        given = (torch.cat(held, -1), held[0]) if layer.latents else held
-        found, _ = dense_attention(None, query, *given, arguments)
-        return found.transpose(1, 2)
-
-    return layer.forward(query, arguments.explicit(query, layer.columns), dense, arguments.mask).contiguous()
 
 
 def recorded_attention(new: StepKV, query: Tensor, arguments: AttentionArguments) -> Tensor:

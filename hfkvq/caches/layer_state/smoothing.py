@@ -299,7 +299,11 @@ def is_smoothed_by(cache: Any, model: Any) -> bool:
     """True if a cache's keys are smoothed by nothing but the vectors of a model."""
     layers = {i: cache.layers[i] for i in cache._compressed if cache.layers[i].smooths}
     own = measure(model, cache.config) if layers else {}
-    return all(layer.smoothing is not None and i in own and _is_of(layer, own[i]) for i, layer in layers.items())
+    if any(layer.smoothing is None or i not in own for i, layer in layers.items()):
+        return False
+    # Vectors that were measured before the model moved are on the former device.
+    pairs = [(x.smoothing, own[i].smoothing(x.store.layout).to(x.smoothing.vectors.device)) for i, x in layers.items()]
+    return all(torch.equal(held.vectors, measured.vectors) for held, measured in pairs)
 
 
 def warn_of_noise(name: str, schemes: Mapping[int, Scheme], model: Any, config: Any) -> None:
@@ -348,12 +352,6 @@ def layers_that_mix(schemes: Mapping[int, Scheme], head_dim: int | None) -> set[
 
 def _mixing(layout: Layout) -> list[PageFormat]:
     return [fmt for fmt in layout.keys.formats if fmt.bits < 16 and (fmt.axis == "token" or layout.keys.rotate)]
-
-
-def _is_of(layer: Any, own: Measured) -> bool:
-    vectors = layer.smoothing.vectors
-    # Vectors that were measured before the model moved are on the former device.
-    return torch.equal(vectors, own.smoothing(layer.store.layout).to(vectors.device).vectors)
 
 
 def _hindrance(model: Any, config: Any) -> str | None:

@@ -99,11 +99,7 @@ class LazyKV(torch.Tensor):
 
     @property
     def hfkvq_layer(self) -> LayerBase:
-        """The cache layer.
-
-        Raises:
-            RuntimeError: the layer has changed since; it would show what it holds now in the shape of then.
-        """
+        """The cache layer; a RuntimeError if it has changed since: what it holds now may have another shape."""
         if self._layer.edition != self._edition:
             raise RuntimeError(
                 "These keys or values are from an earlier update, and the cache has changed since; take a copy "
@@ -216,11 +212,7 @@ def _refuse_write(func: Any) -> RuntimeError:
 
 
 def layer_of(key: Any, value: Any) -> LayerBase | None:
-    """The layer whose keys and values these are handles of, in the shape of its own; None of anything else.
-
-    Raises:
-        RuntimeError: see `LazyKV.hfkvq_layer`.
-    """
+    """The layer whose keys and values these are handles of, in the shape of its own; None of anything else."""
     if not isinstance(key, LazyKV) or not isinstance(value, LazyKV):
         return None
     layer, edition = key._layer, key._edition

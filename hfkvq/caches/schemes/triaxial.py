@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +12,15 @@ from torch import Tensor
 from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import PageFormat
 
-from ..tags import TAGS, parse_tag, tag_axes
+from ..tags import PAD, TAGS, parse_tag, tag_axes
 from .base import Entry, Layout, Scheme, SideLayout, knob
 
-
-def _default() -> Iterator[tuple[str, int]]:
-    for number, tag in enumerate(TAGS):
-        axes = tag_axes(number)
-        if axes is None:
-            continue
-        temporal, modal, semantic = axes
-        if modal == "image" or (semantic in ("obs", "reasoning") and temporal in ("older", "turn_m2")):
-            yield tag, 2
-
-
-DEFAULT_TABLE: tuple[tuple[str, int], ...] = tuple(sorted(_default()))
+DEFAULT_TABLE: tuple[tuple[str, int], ...] = tuple(
+    (tag, 2)
+    for tag in sorted(TAGS[:PAD])
+    for temporal, modal, semantic in [tag.split("|")]
+    if modal == "image" or (semantic in ("obs", "reasoning") and temporal in ("older", "turn_m2"))
+)
 """Tags of 2 bits without a calibration: images (most of a computer-use context, and of little effect each), and tool
 results and thoughts two or more turns back, to which attention has decayed (the paper's 3.1 and 4.4). Instructions,
 tool schemas, requests and calls, which must be reproduced to the letter, keep 4 bits."""
