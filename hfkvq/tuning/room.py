@@ -47,7 +47,7 @@ class _Counting(MixKVQ):
         """Room for all channels at 16 bits."""
         return head_dim, 0
 
-    def step_rule(self, head_dim: int) -> None:
+    def step_rule(self, head_dim: int, seen: bool = True) -> None:
         """Rule of the sealing kernel: none, so that each page of prompts and steps asks `channel_bits`."""
 
     def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor:

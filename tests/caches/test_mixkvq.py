@@ -10,6 +10,7 @@ import torch
 
 from hfkvq import MixedKVCache, MixKVQCache, get_scheme
 from hfkvq.caches.schemes import MixKVQ
+from hfkvq.kernels.seal import channel_widths
 from tests.caches import driver
 from tests.caches.driver import (
     DIM,
@@ -42,6 +43,13 @@ def flat(x):
     return x[0, 0, 0].tolist()
 
 
+def widths(scheme, keys, q_abs):
+    """Widths of channels by the scheme's rule: u8 (B, H, n, D)."""
+    asks, dim = "query" in scheme.needs, keys.shape[-1]
+    rule = scheme.step_rule(dim, not asks or q_abs is not None)
+    return channel_widths(keys, scheme.layout(dim, dim).keys.formats[0], rule, q_abs if asks else None)
+
+
 # Equations.
 
 
@@ -55,7 +63,7 @@ def test_queries_of_what_waits_stay_counted(monkeypatch, chunks):
 
     monkeypatch.setattr(MixKVQ, "channel_bits", spy)
     # Without a rule for the kernel, sealing asks `channel_bits`.
-    monkeypatch.setattr(MixKVQ, "step_rule", lambda self, head_dim: None)
+    monkeypatch.setattr(MixKVQ, "step_rule", lambda self, head_dim, seen=True: None)
     monkeypatch.setattr(driver, "steady", lambda queries: queries)
     monkeypatch.setattr("hfkvq.caches.layer_state.query_statistics.MAX_STEP", 1)
     layer = make(MixKVQ(page_size=8, group_size=8, sink_length=3))
@@ -70,7 +78,7 @@ def test_queries_of_what_waits_stay_counted(monkeypatch, chunks):
 def above(keys, tau, q_abs=None, **knobs):
     """Channels whose salience exceeds a threshold, with room for all: bool (B, H, n, D)."""
     scheme = MixKVQ(select="thresholds", tau_bf16=tau, most_bf16=1.0, most_int4=0.0, **knobs)
-    return scheme.channel_bits(keys, torch.ones(1, 1, keys.shape[-1]) if q_abs is None else q_abs) == 16
+    return widths(scheme, keys, torch.ones(1, 1, keys.shape[-1]) if q_abs is None else q_abs) == 16
 
 
 @pytest.mark.parametrize("bad", [0.0, math.nan, math.inf, -math.inf, 1e30])
@@ -101,40 +109,40 @@ def test_tiers():
     """Section 4.2: A > tau_BF16; tau_INT4 < A <= tau_BF16; the rest. Each threshold belongs to the tier below."""
     scheme = MixKVQ(salience="raw", **TAUS)
     # A = 3, 2, 1.5, 1, 0.5, 0, ...
-    bits = scheme.channel_bits(ranges(9, 6, 4.5, 3, 1.5), torch.ones(1, 1, 32))
+    bits = widths(scheme, ranges(9, 6, 4.5, 3, 1.5), torch.ones(1, 1, 32))
     assert bits.dtype == torch.uint8
     assert flat(bits) == [16, 4, 4, 2, 2, *[2] * 27]
     # I decides where S does not: A = 1.5, 4, 0.75, 1.5, 0.
     q_abs = torch.ones(1, 1, 32)
     q_abs[0, 0, :5] = torch.tensor([0.5, 2, 0.5, 1.5, 0])
-    assert flat(scheme.channel_bits(ranges(9, 6, 4.5, 3, 60), q_abs))[:6] == [4, 16, 2, 4, 2, 2]
+    assert flat(widths(scheme, ranges(9, 6, 4.5, 3, 60), q_abs))[:6] == [4, 16, 2, 4, 2, 2]
 
 
 @pytest.mark.parametrize("tau_int4", [2.0, 2.5, 100.0])
 def test_thresholds_in_the_other_order_leave_no_middle_tier(tau_int4):
     """As in the paper's own pair for R1-Qwen-14B, (1.52, 1.60)."""
     scheme = MixKVQ(salience="raw", **TAUS | {"tau_int4": tau_int4})
-    assert flat(scheme.channel_bits(ranges(9, 6.3, 6, 4.5), torch.ones(1, 1, 32)))[:5] == [16, 16, 2, 2, 2]
+    assert flat(widths(scheme, ranges(9, 6.3, 6, 4.5), torch.ones(1, 1, 32)))[:5] == [16, 16, 2, 2, 2]
 
 
 def test_channels_above_the_room_go_down_a_tier():
     """Ten channels above tau_BF16 for a room of eight; the two of least A, by rank, get 4 bits, and so on down."""
     spans = [9, 30, 10, 30, 30, 30, 30, 30, 30, 30, *[4.5] * 7, 3]
-    bits = flat(MixKVQ(salience="raw", **TAUS).channel_bits(ranges(*spans), torch.ones(1, 1, 32)))
+    bits = flat(widths(MixKVQ(salience="raw", **TAUS), ranges(*spans), torch.ones(1, 1, 32)))
     assert [channel for channel, width in enumerate(bits) if width == 16] == [1, 3, 4, 5, 6, 7, 8, 9]
     # Room for eight at 4 bits: the two from above, and the first six of seven equal ones.
     assert [channel for channel, width in enumerate(bits) if width == 4] == [0, 2, 10, 11, 12, 13, 14, 15]
     # Without room at 4 bits they have to do with 2; also where the middle tier is empty, they get it if it is there.
     none = MixKVQ(salience="raw", **TAUS | {"most_int4": 0.0})
-    assert flat(none.channel_bits(ranges(*spans), torch.ones(1, 1, 32))).count(4) == 0
+    assert flat(widths(none, ranges(*spans), torch.ones(1, 1, 32))).count(4) == 0
     empty = MixKVQ(salience="raw", **TAUS | {"tau_int4": 50.0})
-    bits = flat(empty.channel_bits(ranges(*spans), torch.ones(1, 1, 32)))
+    bits = flat(widths(empty, ranges(*spans), torch.ones(1, 1, 32)))
     assert [channel for channel, width in enumerate(bits) if width == 4] == [0, 2]
 
 
 def test_of_equal_channels_the_lower_ones_are_raised():
     for salience in ("raw_logit", "raw", "error_only"):
-        bits = flat(MixKVQ(salience=salience).channel_bits(ranges(*[6] * 32), torch.ones(1, 1, 32)))
+        bits = flat(widths(MixKVQ(salience=salience), ranges(*[6] * 32), torch.ones(1, 1, 32)))
         assert bits == [16] * 8 + [4] * 8 + [2] * 16, salience
 
 
@@ -143,11 +151,11 @@ def test_fractions_fill_the_room_by_rank(salience):
     """No threshold: of falling A the first eight, the next eight, the rest; a constant channel needs no bits."""
     scheme = MixKVQ(salience=salience)
     q_abs = torch.linspace(2, 1, 32)[None, None]
-    assert flat(scheme.channel_bits(ranges(*[1e-3] * 32), q_abs)) == [16] * 8 + [4] * 8 + [2] * 16
-    bits = flat(scheme.channel_bits(ranges(0, *[1e-3] * 9), q_abs))
+    assert flat(widths(scheme, ranges(*[1e-3] * 32), q_abs)) == [16] * 8 + [4] * 8 + [2] * 16
+    bits = flat(widths(scheme, ranges(0, *[1e-3] * 9), q_abs))
     assert bits == [2] + [16] * 8 + [4] + [2] * 22
     # Backwards.
-    assert flat(scheme.channel_bits(ranges(*[1e-3] * 32), q_abs.flip(-1))) == [2] * 16 + [4] * 8 + [16] * 8
+    assert flat(widths(scheme, ranges(*[1e-3] * 32), q_abs.flip(-1))) == [2] * 16 + [4] * 8 + [16] * 8
 
 
 def test_error_only_looks_at_no_query():
@@ -161,13 +169,13 @@ def test_error_only_looks_at_no_query():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for given in (q_abs, None):
-            assert flat(scheme.channel_bits(keys, given)) == expected
+            assert flat(widths(scheme, keys, given)) == expected
 
 
 def test_bad_queries_raise_nothing():
     q_abs = torch.ones(1, 1, 32)
     q_abs[0, 0, 0], q_abs[0, 0, 1] = math.nan, math.inf
-    bits = flat(MixKVQ(salience="raw", **TAUS).channel_bits(ranges(9, 9, 9), q_abs))
+    bits = flat(widths(MixKVQ(salience="raw", **TAUS), ranges(9, 9, 9), q_abs))
     assert bits[:4] == [2, 16, 16, 2]
 
 
@@ -195,7 +203,7 @@ def test_room_comes_in_eights(dim, bf16, int4, room):
     fmt = scheme.layout(dim, dim).keys.formats[0]
     fmt.check_head_dim(dim)
     assert (fmt.raised_count(16), fmt.raised_count(4)) == room
-    bits = scheme.channel_bits(torch.randn(1, 2, 3, 8, dim), torch.rand(1, 2, dim) + 0.1)
+    bits = widths(scheme, torch.randn(1, 2, 3, 8, dim), torch.rand(1, 2, dim) + 0.1)
     if room == (0, 0):
         assert bits is None
     else:
@@ -271,7 +279,7 @@ def test_an_accumulator_that_is_never_reset(capacity, monkeypatch):
         for page, queries in ((1, 32), (2, 48)):
             q_abs = own.queries[:, :queries].unflatten(0, (HEADS, SHARE)).abs().double().mean((1, 2)).float()
             keys = own.keys[None, :, None, 16 * page : 16 * (page + 1)]
-            bits = scheme.channel_bits(keys, q_abs[None])[0, :, 0]
+            bits = widths(scheme, keys, q_abs[None])[0, :, 0]
             for head in range(HEADS):
                 chosen = sorted(held[f"0 keys full_index {page}"][head].tolist())
                 assert chosen == (bits[head] == 16).nonzero()[:, 0].tolist()
@@ -285,9 +293,8 @@ def test_without_queries_the_error_decides():
     q_abs, keys = None, ranges(*range(32, 0, -1))
     for name in ("mixkvq", "mixkvq-r1-qwen-32b"):
         scheme = get_scheme(name)
-        with pytest.warns(UserWarning, match=r"mixkvq: .* does not expose its queries .* error alone"):
-            bits = scheme.channel_bits(keys, q_abs)
-        assert torch.equal(bits, get_scheme(scheme, select="fractions", salience="error_only").channel_bits(keys, None))
+        bits = widths(scheme, keys, q_abs)
+        assert torch.equal(bits, widths(get_scheme(scheme, select="fractions", salience="error_only"), keys, None))
 
 
 @pytest.mark.parametrize("name", ["kitty:score=qk_abs", "mixkvq"])
@@ -339,11 +346,11 @@ def test_the_gpu_chooses_the_same_and_waits_for_nothing(salience, select):
     keys = own.keys.unflatten(1, (64, 16))[None].bfloat16()
     q_abs = torch.rand(1, 4, 128) * torch.randn(1, 4, 128).exp()
     scheme = MixKVQ(select=select, salience=salience, tau_bf16=0.63, tau_int4=0.41)
-    expected = scheme.channel_bits(keys, q_abs)
+    expected = widths(scheme, keys, q_abs)
     on_gpu = [x.cuda() for x in (keys, q_abs)]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        bits = scheme.channel_bits(*on_gpu)
+        bits = widths(scheme, *on_gpu)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(bits.cpu(), expected)

@@ -365,13 +365,13 @@ class Scheme:
 
     @property
     def channel_rule(self) -> str | None:
-        """Rule of `kernels.channel_widths` by which sealing raises channels itself; None asks `channel_bits`."""
+        """The rule of `step_rule`, where it is one for all heads, with queries and without."""
         return None
 
-    def step_rule(self, head_dim: int) -> str | None:
-        """Rule of `kernels.channel_widths` that gives what ``channel_rule`` or ``channel_bits`` would; None for none.
+    def step_rule(self, head_dim: int, seen: bool = True) -> str | None:
+        """Rule of `kernels.channel_widths` by which channels are raised; not ``seen``: attention shows no queries.
 
-        Steps without the host need one, where channels can be raised.
+        None asks ``channel_bits``, which steps without the host cannot.
         """
         return self.channel_rule
 

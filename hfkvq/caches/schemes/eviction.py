@@ -228,8 +228,8 @@ class TokenEviction(EvictionScheme):
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         return self.page_scheme.layout(key_dim, value_dim)
 
-    def step_rule(self, head_dim: int) -> str | None:
-        return self.page_scheme.step_rule(head_dim)
+    def step_rule(self, head_dim: int, seen: bool = True) -> str | None:
+        return self.page_scheme.step_rule(head_dim, seen)
 
     def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
         return self.page_scheme.channel_bits(keys, q_abs)

@@ -6,13 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import RAISED_STEP, PageFormat
-from hfkvq.kernels.seal import channel_widths, range_rule
+from hfkvq.kernels.seal import range_rule
 
-from .base import Entry, Layout, Scheme, SideLayout, knob, warn_of_unseen
+from .base import Entry, Layout, Scheme, SideLayout, knob
 
 
 def _tuned(model: str, tau_bf16: float, tau_int4: float, most_bf16: float, most_int4: float) -> Entry:
@@ -142,34 +140,15 @@ class MixKVQ(Scheme):
             SideLayout((keys,), unit=self.page_size), SideLayout((values,), unit=self.page_size), self.sink_length
         )
 
-    def step_rule(self, head_dim: int) -> str | None:
-        """Rule of section 4.2: 16 bits where ``A > tau_bf16``, else 4 where ``A > tau_int4``; as room allows."""
-        if self.select == "fractions":
+    def step_rule(self, head_dim: int, seen: bool = True) -> str | None:
+        """Rule of section 4.2: 16 bits where ``A > tau_bf16``, else 4 where ``A > tau_int4``; as room allows.
+
+        Where attention shows no query, A is S, and ``select`` "fractions".
+        """
+        if self.select == "fractions" or (not seen and self.needs):
             return range_rule()
         return self.threshold_rule(head_dim, self.tau_bf16, min(self.tau_bf16, self.tau_int4))
 
     def threshold_rule(self, head_dim: int, over16: float, over4: float) -> str:
         """Rule that raises channels by thresholds on A (eq. 8), in the units of ``salience``."""
         return range_rule(over16, over4, math.sqrt(head_dim) if self.salience == "raw_logit" else 1.0)
-
-    def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
-        """Bits by `step_rule`; where attention has shown no query, A is S, and ``select`` "fractions".
-
-        Args:
-            keys: (B, H, n, G, D), whole pages, in the model's dtype.
-            q_abs: f32 (B, H, D), or None.
-
-        Returns:
-            u8 (B, H, n, D), the same on every device; None without any room.
-        """
-        head_dim = keys.shape[-1]
-        fmt = self.layout(head_dim, head_dim).keys.formats[0]
-        if not fmt.raised:
-            return None
-        asks = "query" in self.needs
-        if asks and q_abs is None:
-            warn_of_unseen(self)
-            return channel_widths(keys, fmt, range_rule())
-        rule = self.step_rule(head_dim)
-        assert rule is not None, "channels are raised"
-        return channel_widths(keys, fmt, rule, q_abs if asks else None)

@@ -76,8 +76,8 @@ class Sides(Scheme):
     smooths_keys = property(attrgetter("key_scheme.smooths_keys"))  # pyright: ignore[reportIncompatibleMethodOverride]
     channel_rule = property(attrgetter("key_scheme.channel_rule"))  # pyright: ignore[reportIncompatibleMethodOverride]
 
-    def step_rule(self, head_dim: int) -> str | None:
-        return self.key_scheme.step_rule(head_dim)
+    def step_rule(self, head_dim: int, seen: bool = True) -> str | None:
+        return self.key_scheme.step_rule(head_dim, seen)
 
     def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
         return self.key_scheme.channel_bits(keys, q_abs)

@@ -95,11 +95,9 @@ def write_pages(
     own = layout.keys if side == "keys" else layout.values
     widths = rule = None
     if fmt.raised:
-        rule = scheme.channel_rule
         unseen = q_abs is None and "query" in scheme.needs
-        if rule is None and not unseen:
-            rule = scheme.step_rule(source.shape[3])
-        elif rule is not None and unseen:
+        rule = scheme.step_rule(source.shape[3], not unseen)
+        if unseen:
             warn_of_unseen(scheme)
     if fmt.raised and rule is None:
         keys = source.gather(2, index.long()[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3]))
