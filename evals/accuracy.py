@@ -23,6 +23,7 @@ import torch
 import typer
 
 from evals.charts import BITS, KLD, Column, Mark, save_chart, share
+from evals.figures import has_changed
 from evals.reference.outliers import with_outliers
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.schemes.preset import get_preset
@@ -38,6 +39,9 @@ OUTLIERS = 8.0
 
 SLICE = Settings(tasks=("recall-60",), samples=2, batch_size=2, kl_tokens=32)
 """Small enough for every run of the tests; prompts long enough to fill pages."""
+
+AS_IT_WAS = ", as it was"
+"""Words behind a preset whose knobs have changed since it was measured."""
 
 app = typer.Typer(add_completion=False)
 
@@ -146,7 +150,8 @@ def markdown(measured: dict[str, Any]) -> str:
     for row in plain:
         other = hard.get(row["name"])
         code = "–" if row["code_bits"] is None else f"{row['code_bits']:.2f}"
-        name = row["name"] if row["name"] in OPTIONS else f"`{row['name']}`"
+        option = row["name"] in OPTIONS
+        name = row["name"] if option else f"`{row['name']}`" + (AS_IT_WAS if has_changed(row) else "")
         cells = [name, code, f"{row['total_bits']:.2f}", f"{row['ratio']:.2f}x"]
         cells += [_long(row), _right(row), _kl(row)]
         cells += ["not measured"] * 2 if other is None else [_right(other), _kl(other)]

@@ -1,6 +1,6 @@
 """Agents' conversations that fit into the same memory: TriAxialKV, uniform INT4 and bf16 over tau-bench's turns.
 
-    python evals/agent_capacity.py DATA_FOLDER TOKENIZER
+    PYTHONPATH=. python evals/agent_capacity.py DATA_FOLDER TOKENIZER
 
 Reads ``agent_traces/tau_bench_gpt-4o-airline.json.gz`` (sierra-research/tau-bench 59a200c, MIT) and a tokenizer with a
 chat template, and writes results/agent-capacity.json. Each conversation goes through a cache turn by turn, as an

@@ -117,7 +117,8 @@ def choosing(text: str) -> str:
     """docs/choosing.md: what fits on 24 GiB, and what a preset costs, as docs/results.md has it."""
     model = outline_of(get_config("qwen3-8b"))
     weights: Any = weights_of(model, model.dtype)
-    measured = {row.split(" | ")[0]: row.split(" | ") for row in accuracy.markdown(load("accuracy")).splitlines()}
+    table = accuracy.markdown(load("accuracy")).splitlines()
+    measured = {row.split(" | ")[0].removesuffix(accuracy.AS_IT_WAS): row.split(" | ") for row in table}
 
     def fits(name: str, _: list[str]) -> list[str]:
         preset = None if name == "bf16" else name.split("`")[1]
@@ -130,10 +131,11 @@ def choosing(text: str) -> str:
     def costs(name: str, old: list[str]) -> list[str]:
         preset = name.strip("`")
         known = measured.get(f"| {name}") or measured[f"| `{preset}-fractions`"]
+        words = accuracy.AS_IT_WAS if known[0].endswith(accuracy.AS_IT_WAS) else ""
         least, most = describe(preset, get_scheme(preset))["long_context_bits"]
         bits = f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
         bits += " per kept token" if old[0].endswith(" per kept token") else ""
-        return [bits, known[6].strip(), known[8].strip(" |"), *old[3:]]
+        return [bits, known[6].strip() + words, known[8].strip(" |") + words, *old[3:]]
 
     text = cells(cells(text, "| cache | 32k tokens", fits), "| cache | bits | KLD", costs)
     return one_layer.choosing(text, kernel_times("kernels-h200"))
@@ -145,7 +147,7 @@ def generated() -> dict[Path, str]:
     for (name, part), table in TABLES.items():
         path = ROOT / name
         found[path] = between(found.get(path) or path.read_text(encoding="utf-8"), part, table())
-    for name, change in (("docs/models.md", models), ("docs/choosing.md", choosing)):
+    for name, change in (("README.md", vllm_docs.readme), ("docs/models.md", models), ("docs/choosing.md", choosing)):
         found[ROOT / name] = change(found.get(ROOT / name) or (ROOT / name).read_text(encoding="utf-8"))
     return found | {FIGURES: figures.text(), ROOT / "docs" / "leaderboard.html": leaderboard.text()}
 

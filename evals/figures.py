@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hfkvq.caches import Scheme, get_scheme, list_schemes
+from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.measure.presets import KIND
 
 RESULTS = Path(__file__).parent / "results"
@@ -52,6 +53,18 @@ def as_it_was(description: dict[str, Any]) -> Scheme:
     scheme: Any = Scheme.from_dict(description)
     smooths = getattr(scheme, "smooth_keys", False) and "smooth_keys" not in description
     return dataclasses.replace(scheme, smooth_keys=False) if smooths else scheme
+
+
+def has_changed(row: dict[str, Any]) -> bool:
+    """True if the preset of a row's name has other knobs since it was measured."""
+    if not row.get("scheme") or row.get("simulated"):
+        return False
+    try:
+        then = as_it_was(row["scheme"])
+    except ValueError:
+        return True
+    now = get_preset(row["name"]).scheme
+    return any(then.in_layer(layer, 100) != now.in_layer(layer, 100) for layer in range(100))
 
 
 def presets_of(description: dict[str, Any] | None) -> Iterator[str]:

@@ -11,9 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evals.figures import as_it_was
+from evals.figures import has_changed
 from hfkvq.caches import Scheme
-from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.measure.presets import describe, long_context_bits
 from hfkvq.measure.tables import markdown_table
 
@@ -64,14 +63,6 @@ def long_context(row: dict[str, Any]) -> str:
     return f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
 
 
-def earlier(row: dict[str, Any]) -> bool:
-    """True if the preset of a name has other knobs since it was measured."""
-    if not row.get("scheme") or row.get("simulated"):
-        return False
-    then, now = as_it_was(row["scheme"]), get_preset(row["name"]).scheme
-    return any(then.in_layer(layer, 100) != now.in_layer(layer, 100) for layer in range(100))
-
-
 def table() -> str:
     """The rows in Markdown."""
     lines = []
@@ -81,7 +72,7 @@ def table() -> str:
             (
                 f"`{row['name']}`"
                 + (", simulated" if row.get("simulated") else "")
-                + (", as it was" if earlier(row) else ""),
+                + (", as it was" if has_changed(row) else ""),
                 long_context(row),
                 f"{row['total_bits']:.2f}" + (", computed" if row.get("simulated") else ""),
                 f"{row['kld']['mean']:.4f}",
@@ -125,7 +116,7 @@ def picture(path: Path) -> None:
             color = GREY if row.get("simulated") else RED if is_own(name) else BLUE
             mark, size = ("x", 6) if color == GREY else ("D", 8) if color == RED else ("o", 6)
             bits, sides = bits_of_smollm2(row), [[mean - low], [high - mean]]
-            fill = {"markerfacecolor": "white"} if earlier(row) else {}
+            fill = {"markerfacecolor": "white"} if has_changed(row) else {}
             axes.errorbar(bits, mean, sides, fmt=mark, color=color, markersize=size, elinewidth=1.3, **fill)
             places.append((name, (bits, mean)))
             colors[name] = BLACK if color == GREY else color

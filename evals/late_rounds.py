@@ -3,8 +3,8 @@
     PYTHONPATH=. python evals/late_rounds.py [--json FILE]
     PYTHONPATH=. python evals/late_rounds.py --shape qwen3-8b --budget 6GiB --agents 8 --first 8k --turn 1k --chunk 2k
 
-The first line plays the reference model, on a CPU in about a minute; the second one random weights, on a GPU, where it
-has not been run yet. A budget of 3GiB has no room for the agents' compressed caches either.
+The first line plays the reference model, on a CPU in about a minute; the second one random weights, on a GPU, where the
+way ``memory`` has not been run yet. A budget of 3GiB has no room for the agents' compressed caches either.
 Agents take turns, one at a time, round by round. A turn brings new tokens behind the agent's history, and an answer is
 generated. Between turns the caches of all agents may take ``--budget`` bytes; beyond it the ones used longest ago go.
 Ways to live with that (``--ways``):

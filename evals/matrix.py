@@ -4,7 +4,7 @@ Each family is built tiny from its config class (`evals/families.py`). In each m
 fixed capacity, the scheme ``full`` has to give the tokens of `DynamicCache`; presets have to give the logits that they
 give where every step dequantizes them. Nothing is downloaded, and no GPU is used. Run from the repository's root:
 
-    python evals/matrix.py --json evals/results/models.json --markdown docs/models.md
+    PYTHONPATH=. python evals/matrix.py --json evals/results/models.json --markdown docs/models.md
 
 A run that was stopped goes on where it was. Half of the families in a process of its own: ``--part 1/2``, then
 ``--part 2/2`` with another file, then both files and no part. Another version of Transformers, on ``PYTHONPATH``, takes

@@ -1,6 +1,6 @@
 """Comparison of page formats for prompts: divergence behind prefixes that are rounded by the library's own formats.
 
-    python evals/prefixes.py LINES OUT.json --text FILE [--text FILE ...] [--prefix 7232] [--scored 512] [--windows 2]
+    PYTHONPATH=. python evals/prefixes.py LINES OUT.json --text FILE [--text FILE ...] [--prefix 7232] [--windows 2]
 
 One prefill of a model (`--model`, SmolLM2 unless told otherwise) for all lines; for each line, keys and values of the
 prefix are quantized at once, as its scheme's pages hold them, and the scored tokens are one chunk behind it. So a line

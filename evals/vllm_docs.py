@@ -7,6 +7,8 @@ counts, with all its files: a process has one cache, so that a run may be in sev
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,27 @@ def tables() -> str:
         names = [f"`{name}`" if name in ours else name for name in engines(rows)]
         found.append(markdown_table((gpu, *names), [(words, *values) for words, values in measures(rows)]))
     return "\n\n".join(found)
+
+
+def readme(text: str) -> str:
+    """The README with its figures of `saw-int4` and `best-2.5` in vLLM, in times of bf16's, on an H100."""
+    rows = next(rows for gpu, rows in runs().items() if gpu.startswith("H100"))
+
+    def times(measure: Callable[[str], float], digits: int) -> str:
+        return " or ".join(f"{measure(name) / measure('bf16'):.{digits}f}" for name in ("saw-int4", "best-2.5"))
+
+    def step(batch: int) -> str:
+        return times(lambda name: first(rows, name, "whole", "step_ms", batch=batch), 2)
+
+    users, *_ = loads(rows)[-1]
+    speeds = {name: first(rows, name, "users", "tokens_per_s", batch=users) for name in ("bf16", "fp8", "best-2.5")}
+    words = (
+        f"{times(lambda name: tokens(rows, name), 1)} times bf16's tokens; a step takes {step(1)} of bf16's time with "
+        f"one user, {step(16)} with 16. With\n  `best-2.5` {users} users get "
+        f"{speeds['best-2.5'] / speeds['bf16']:.1f} times bf16's tokens/s, "
+        f"{speeds['best-2.5'] / speeds['fp8']:.1f} times fp8's"
+    )
+    return re.sub(r"(?s)(?<=\n  hold ).*?(?= \(\[JSON\]\(evals/results/vllm-plugin)", words, text)
 
 
 def picture(path: Path) -> None:
