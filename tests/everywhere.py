@@ -8,7 +8,6 @@ import logging
 import os
 import random
 import sys
-from pathlib import Path
 
 import torch
 
@@ -129,12 +128,3 @@ def backend(request):
 def device(backend):
     """Device of the backend's tensors."""
     return torch.device("cuda" if backend == "cuda" else "cpu")
-
-
-@pytest.fixture
-def shared_data():
-    """Folder of downloaded data that a checkout may or may not have beside it."""
-    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is not there")
-    return folder

@@ -12,18 +12,6 @@ from tests.command import assert_refused, invoke
 run = partial(invoke, "warm")
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--preset", ",", "--gpu", "sm_90"], "preset: got none"),
-        # As tests run.
-        (["--preset", "kitty-pro", "--gpu", "sm_90"], "interpreted (TRITON_INTERPRET=1)"),
-    ],
-)
-def test_errors_name_what_was_given_and_what_is_allowed(given, said):
-    assert_refused(run(*given), said)
-
-
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 

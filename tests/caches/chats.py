@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-from pathlib import Path
-
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -113,25 +109,6 @@ def byte_tokenizer(
 
 # A tokenizer that merges where it can: roles with their newline, newlines, brackets with what follows.
 MERGES = ("user\n", "assistant\n", "system\n", "\n\n", ">\n", '{"', "<tool", "</tool", "_response>\n", "ab", "ce")
-
-
-def tau_conversations(folder: Path, count: int) -> list[list[dict]]:
-    """Real conversations with tool calls, as their benchmark recorded them."""
-    with gzip.open(folder / "agent_traces" / "tau_bench_gpt-4o-airline.json.gz", "rt", encoding="utf-8") as file:
-        runs = json.load(file)
-    found = []
-    for run in runs[:count]:
-        messages = []
-        for given in run["traj"]:
-            message = {"role": given["role"], "content": given.get("content") or ""}
-            if given.get("tool_calls"):
-                call = given["tool_calls"][0]["function"]
-                message["tool_calls"] = [
-                    {"type": "function", "function": {"name": call["name"], "arguments": json.loads(call["arguments"])}}
-                ]
-            messages.append(message)
-        found.append(messages)
-    return found
 
 
 def encode(tokenizer, text):

@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "intercepted": {"attach": False, "graphs": False},
     "intercepted fixed": {"attach": False, "max_cache_len": True, "graphs": False},
     "debug": {"debug": True, "graphs": False},
+    "offloaded": {"offloading": True, "graphs": False},
 }
 
 
@@ -183,17 +184,19 @@ class Subject:
         self.kind, self.config = kind, config("llama", num_hidden_layers=LAYERS)
         # As of a model that has been loaded.
         self.config._attn_implementation = "sdpa"
-        options = KINDS[kind]
-        self.capacity = capacity if options.get("max_cache_len") else None
+        self.evicts = any(scheme.evicts for scheme in schemes)
+        self.options = {**KINDS[kind]}
+        self.capacity = capacity if self.options.pop("max_cache_len", False) else None
+        if self.evicts:
+            # Tokens leave pages on the device alone.
+            self.options.pop("offloading", None)
         layers: dict[str | int, Any] = {i: scheme for i, scheme in enumerate(schemes) if i and scheme != schemes[0]}
-        self.cache = MixedKVCache(self.config, schemes[0], layers=layers, **{**options, "max_cache_len": self.capacity})
+        self.cache = MixedKVCache(self.config, schemes[0], layers=layers, max_cache_len=self.capacity, **self.options)
         own = tuple(scheme.in_layer(i, len(schemes)) for i, scheme in enumerate(schemes))
         self.plain, self.exact, self.module = Plain(own), True, Module()
         # Whether tokens have been taken back, or may be, and whether the last ones still wait, or what is due of them.
         self.cropped = self.waits = False
         self.module.config = self.config  # type: ignore[assignment]
-        # Tokens that each row may have lost nothing of, if its scheme evicts.
-        self.evicts = any(scheme.evicts for scheme in schemes)
 
     # A forward.
 

@@ -483,32 +483,6 @@ def test_a_detached_cache_cuts_where_sdpa_shows_queries_and_refuses_elsewhere(sh
     torch.testing.assert_close(forward(shallow, cache, ids), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("layers", [2, 3])
-def test_a_cache_detached_within_a_prompt_holds_no_more_than_its_budget(monkeypatch, layers):
-    shallow = build("llama", num_hidden_layers=layers, max_position_embeddings=4096)
-    shallow.set_attn_implementation("eager")
-    ids, cache = prompt(1, 900 if layers == 2 else 700), cut_cache(shallow, monkeypatch)
-    with watched(cache, monkeypatch):
-        hook = shallow.model.layers[1].register_forward_pre_hook(lambda *_: cache.detach())
-        if layers == 3:
-            with pytest.raises(ValueError, match=r"evict: .*detached within a first prompt .*nothing was cached"):
-                forward(shallow, cache, ids)
-        else:
-            # No layer comes after it: whatever comes next is refused.
-            forward(shallow, cache, ids)
-            assert held(cache) <= cache.memory_limit
-            for act in (lambda: forward(shallow, cache, ids[:, :1]), lambda: cache.crop(-1)):
-                with pytest.raises(RuntimeError, match=r"evict: attention has not shown .* call reset"):
-                    act()
-            cache.level()
-        hook.remove()
-    assert cache.get_seq_length() == 0
-    assert held(cache) <= cache.memory_limit
-    cache.attach(shallow)
-    assert forward(shallow, cache, ids).isfinite().all()
-    cache.integrity_check()
-
-
 def test_padding_within_rows_of_a_prompt_that_is_cut_changes_nothing(shallow, monkeypatch):
     ids, mask = prompt(2, 900), torch.ones(2, 900, dtype=torch.long)
     cache = cut_cache(shallow, monkeypatch, 2)
@@ -756,27 +730,6 @@ def test_files_and_budgets(model, tmp_path):
     expected = forward(model, cache, prompt(1, 1))
     for each in (ours, plain):
         torch.testing.assert_close(forward(model, each, prompt(1, 1)), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_kernels_of_a_rung_are_compiled_before_layers_come_to_it(model, monkeypatch):
-    """All of the ladder in its order behind the first layers, and what a step down needs before anything moves."""
-    asked, cache = [], MixedKVCache(model, memory="64MiB")
-    forward(model, cache, prompt(1, 90))
-    monkeypatch.setattr(
-        budget, "compile_rungs", lambda config, schemes, keys, *rest: asked.append((list(schemes), keys.shape, rest))
-    )
-    cache.budget.compile_ladder(cache, cache.compressed_layers[0].held().windows[2])
-    [(ladder, shape, (several, fused, later))] = asked
-    assert (several, fused, later, shape[:2]) == (False, True, True, (1, 2))
-    move = budget.Budget._move
-    monkeypatch.setattr(budget.Budget, "_move", lambda *given: asked.append("move") or move(*given))
-    asked.clear()
-    go(cache, ((0, 0), (1, 1), (0, 1), (0, 0)))
-    (schemes, _, (*_, later)), *moves = asked
-    assert not later
-    assert moves == ["move"] * 2
-    assert len(schemes) == 2
-    assert set(schemes) <= set(ladder)
 
 
 def test_an_order_is_followed(model):

@@ -186,23 +186,6 @@ class TestEvidence:
         torch.testing.assert_close(scheme.scores(found)[2:, :13], scheme.scores(alone))
         assert found.past(3).sum(1).tolist() == [17, 17, 10, 10]
 
-    @pytest.mark.parametrize("kind", ["bool", "added", "per head", "one query"])
-    def test_masks_say_the_same_as_none(self, kind):
-        scheme, lead = H2O(), torch.tensor([0, 6])
-        queries, keys, values = (torch.cat([x, x.flip(1)]) for x in (QUERIES, KEYS, VALUES))
-        column = torch.arange(TOKENS)
-        shown = (column <= column[:, None]) & (column >= lead[:, None, None])
-        mask = shown[:, None]
-        if kind == "added":
-            mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
-        if kind == "per head":
-            mask = mask.expand(-1, HEADS * SHARE, -1, -1)
-        if kind == "one query":
-            scheme, mask = TOVA(), mask[:, :, -1:]
-        expected = evidence_of(scheme, queries, keys, values, lead=lead)
-        got = evidence_of(scheme, queries, keys, values, lead=lead, mask=mask)
-        torch.testing.assert_close(scheme.scores(got), scheme.scores(expected))
-
     def test_softcap_and_sinks(self):
         """As attention has them: logits are capped before the mask, and a sink takes its part."""
         sinks = torch.tensor([0.1, -0.3, 0.7, 0.2])

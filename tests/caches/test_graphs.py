@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import CompileConfig, DynamicCache
 
-from hfkvq import MixedKVCache, get_scheme, use
+from hfkvq import MixedKVCache, use
 from hfkvq.caches.steps import step_buffer
 from hfkvq.caches.steps.step_buffer import StepBuffer
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
@@ -77,14 +77,11 @@ def test_outputs_are_the_callers_own():
         outs = [model(torch.tensor([[i]]), past_key_values=cache) for i in range(5)]
     assert all(out.past_key_values is cache for out in outs)
     assert not torch.equal(outs[2].logits, outs[3].logits)
-    want = []
-    for other in (DynamicCache(config=model.config), MixedKVCache(model, FULL)):
-        own = getattr(other, "step", lambda _, token, cache=other: model(token, past_key_values=cache))
-        with torch.no_grad():
-            model(prompt(1, 20), past_key_values=other)
-        want.append(torch.cat([own(model, torch.tensor([[i]])).logits for i in range(5)], 1).detach())
-    for each in want:
-        torch.testing.assert_close(torch.cat([x.logits for x in outs], 1), each, rtol=1e-4, atol=1e-4)
+    plain = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt(1, 20), past_key_values=plain)
+        want = [model(torch.tensor([[i]]), past_key_values=plain).logits for i in range(5)]
+    torch.testing.assert_close([x.logits for x in outs], want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_mask_that_hides_more_than_padding_is_honoured():
@@ -255,21 +252,6 @@ def test_a_cache_that_is_gone_keeps_nothing():
         assert [ref() for ref in found] == [None] * 3
     finally:
         gc.enable()
-
-
-def test_room_of_an_evicted_prompt_is_for_what_it_left():
-    """Not for a quarter of the prompt; and a shorter one after a reset needs no more."""
-    model = build("llama")
-    scheme = get_scheme("snapkv", budget_tokens=64, window=16, pages={"scheme": "full", "page_size": 16})
-    cache = MixedKVCache(model, scheme)
-    for length in (400, 100):
-        found = []
-        for each in (cache, MixedKVCache(model, scheme, graphs=False)):
-            found.append(steps(model, each, 12, prompt(1, length)))
-            assert all(layer.store.runs[0].table.shape[1] * 16 <= 64 + 128 + 16 for layer in each.layers)
-        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-        assert all(layer.buffer.tensor is not None for layer in cache.layers)
-        cache.reset()
 
 
 def test_tokens_taken_back():

@@ -133,19 +133,6 @@ def test_compiled_steps(model, name):
     assert torch.equal(got, steps(model, caches[1], 300, forward=model.forward))
 
 
-@pytest.mark.parametrize("name", ["kitty-pro", "saw-int4", "arkv"])
-def test_generate_compiles(model, name):
-    """Inductor compiles steps and chunks of prompts; its rounding differs, so tokens are not compared."""
-    torch._dynamo.reset()
-    cache = MixedKVCache(model, scheme_of(name), max_cache_len=800)
-    for chunk in (None, 256):
-        cache.reset()
-        out = model.generate(
-            prompt(), past_key_values=cache, max_new_tokens=150, do_sample=False, prefill_chunk_size=chunk
-        )
-        assert int(cache.get_seq_length()) == out.shape[1] - 1 == PROMPT + 149
-
-
 def grow(model, name, count, made):
     """The same tokens into a cache with graphs and one without: logits differ by rounding, in other splits of pages."""
     caches = [MixedKVCache(model, scheme_of(name), graphs=on) for on in (True, False)]

@@ -77,7 +77,6 @@ seeds = st.integers(0, 2**16)
 
 
 def _through_file(subject):
-    options = {name: value for name, value in KINDS[subject.kind].items() if name != "max_cache_len"}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cache.safetensors"
         if not all(scheme.name for scheme in subject.cache.preset.schemes):
@@ -85,7 +84,7 @@ def _through_file(subject):
                 subject.cache.save(path)
             return copy.deepcopy(subject.cache)
         subject.cache.save(path)
-        return MixedKVCache.load(path, subject.config, **options)
+        return MixedKVCache.load(path, subject.config, **subject.options)
 
 
 class Histories(RuleBasedStateMachine):

@@ -107,25 +107,6 @@ def test_modes_of_generate_are_captured(family, mode, taped):  # noqa: F811
     assert taped.made
 
 
-def test_a_mask_that_hides_more_than_padding_is_not_captured(taped):  # noqa: F811
-    """What layers with states would make of one as wide as the buffer is not known."""
-    model, ids = model_of("falcon_h1"), prompt(2, 20) % 100
-    found, caches = [], (MixedKVCache(model, FULL), DynamicCache(config=model.config))
-    for cache in caches:
-        mask, logits = torch.ones(2, 20, dtype=torch.long), []
-        with torch.no_grad():
-            model(ids, attention_mask=mask, past_key_values=cache)
-            for i in range(5):
-                mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-                mask[0, 3:5] = 0
-                given = {"attention_mask": mask, "position_ids": torch.full((2, 1), 20 + i)}
-                logits.append(model(ids[:, i : i + 1], **given, past_key_values=cache).logits)
-        found.append(torch.cat(logits, 1))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=2e-5)
-    assert_same_states(*caches, rtol=1e-4, atol=2e-5)
-    assert not taped.made
-
-
 def test_states_that_are_not_in_the_cache_are_neither_captured_nor_saved(taped, caplog, tmp_path):  # noqa: F811
     """A graph would read the tensor that the module had when it was captured. The window beside is held in pages."""
     model = model_of("recurrent_gemma")

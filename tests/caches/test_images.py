@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from transformers import DynamicCache
 
 from hfkvq import MixedKVCache, TriAxialCache
 from hfkvq.caches.base.recorded import is_recorded
-from hfkvq.caches.tags import PAD, TAGS, ImageTokens, Tagger, placeholders
+from hfkvq.caches.tags import PAD, TAGS, Tagger, placeholders
 from tests.caches.driver import assert_same_bits, small, stored
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.vision import (
@@ -270,20 +269,6 @@ def test_images_go_into_two_bits(family):
     assert len(stored(held, 0)["0 keys positions"]) == 8
 
 
-@pytest.mark.parametrize("family", ["qwen3-vl", "internvl"])
-def test_a_prompt_in_pieces_is_tagged_as_a_whole(family):
-    """A piece may end in the middle of an image, whose features come in parts."""
-    model, inputs = build(family), one_row(family)
-    cache = TriAxialCache(model, processor(family), **SHORT)
-    cache.see(**inputs)
-    stock = runs(family, "chunks", lambda model: DynamicCache(config=model.config.get_text_config()))
-    if isinstance(stock, Exception):
-        pytest.skip(f"stock generation fails: {stock}")
-    MODES["chunks"](family, model, cache)
-    count = inputs["input_ids"].shape[1]
-    assert torch.equal(cache.tokens.tags[:, :count], tags_of(family, inputs))
-
-
 # Images that nobody expanded.
 
 
@@ -316,13 +301,3 @@ def test_images_that_nobody_expanded_are_refused(family):
     assert cache.get_seq_length() == cache.tokens.length == cache.tokens.expected == plain.get_seq_length() == 0
     fresh = TriAxialCache(model, processor(family), **SHORT)
     assert torch.equal(generate(model, cache, inputs), generate(model, fresh, inputs))
-
-
-def test_frames_that_share_tokens_are_counted_once():
-    """Ernie 4.5 VL merges frames of videos in pairs: two frames of 2 by 2 patches are one token."""
-    vision_config = SimpleNamespace(spatial_merge_size=2, temporal_merge_size=2)
-    tokens = ImageTokens.of(SimpleNamespace(video_token_id=9, vision_config=vision_config))
-    film = {"pixel_values_videos": torch.zeros(8, 3), "video_grid_thw": torch.tensor([[2, 2, 2]])}
-    tokens.check(torch.tensor([[1, 9, 2]]), film)
-    with pytest.raises(ValueError, match=r"got 1 placeholders .*need 2"):
-        tokens.check(torch.tensor([[1, 9, 2]]), film | {"video_grid_thw": torch.tensor([[4, 2, 2]])})

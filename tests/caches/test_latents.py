@@ -8,8 +8,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from evals.families import build as build_family
-from evals.families import families
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import base
 from hfkvq.caches.attention import mla
@@ -166,18 +164,6 @@ def test_captured_steps(scheme, attended):
     ]
     assert torch.equal(*found)
     assert PythonGraph.made == 1
-
-
-def test_windows_of_latents_stay_as_transformers_makes_them(caplog):
-    """Their pages would be dequantized in every step."""
-    if "dots3_note_text" not in families():
-        pytest.skip("this Transformers has no dots3_note")
-    model = build_family("dots3_note_text")
-    for cache in (MixedKVCache(model, "kitty-pro"), MixedKVCache(model, "kitty-pro", max_cache_len=64)):
-        assert not cache.compressed_layers
-    assert "so nothing is compressed: all layers stay as Transformers makes them" in caplog.text
-    with pytest.raises(ValueError, match=r"got 'latent-4', .* but Dots3NoteTextConfig has layers of several kinds"):
-        MixedKVCache(model, "latent-4")
 
 
 @pytest.mark.gpu

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from transformers.masking_utils import and_masks, causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
-from hfkvq import MixedKVCache, get_scheme
+from hfkvq import MixedKVCache
 from hfkvq.caches.attention.interface import hfkvq_attention, hfkvq_mask
-from hfkvq.caches.layers.handle import LazyKV, layer_of
+from hfkvq.caches.layers.handle import LazyKV
 from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.driver import (
     DIM,
@@ -240,24 +240,6 @@ def test_none_always_means_bottom_right():
 # What schemes see of the queries.
 
 
-def test_statistics_follow_their_rows():
-    """Reorder and select between two seals."""
-    scheme = small("kitty", score="qk_abs")
-    scale = torch.linspace(-2, 2, DIM).exp()
-    rows = [row(i + 1, 60) for i in range(3)]
-    rows = [type(x)(x.queries * scale.roll(11 * i), x.keys, x.values) for i, x in enumerate(rows)]
-    layer = make(scheme)
-    feed(layer, [x[:30] for x in rows], [30])
-    layer.reorder_cache(torch.tensor([2, 1, 0]))
-    layer.batch_select_indices(torch.tensor([0, 2]))
-    for i in range(30, 60):
-        forward(layer, *join([rows[2][i : i + 1], rows[0][i : i + 1]]))
-    for i, source in enumerate((2, 0)):
-        alone = make(scheme)
-        feed(alone, [rows[source]], [30] + [1] * 30)
-        assert_same_bits(stored(layer, i), stored(alone, 0))
-
-
 def test_rows_that_share_a_page_weigh_its_keys_by_their_own_queries():
     """Its values are sealed and its keys are not when the rows part: then it is no page to share."""
     scheme = small("kitty", score="qk_abs", local_length=0, key_local_length=20, value_unit=1)
@@ -409,58 +391,6 @@ def test_handles_are_not_changed_in_place():
     scaled = handle
     scaled *= 2
     assert torch.equal(scaled, layer.dense("keys") * 2)
-
-
-# Handles of a cache: of one layer and one update each.
-
-
-def cache_of(layers=3):
-    return MixedKVCache(build("llama", num_hidden_layers=layers).config, get_scheme("saw-int4"))
-
-
-def drawn(seed, count=1, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(1, HEADS, count, DIM, generator=generator).to(dtype) for _ in range(2)]
-
-
-def fill_layers(cache, count=5):
-    for i in range(3):
-        cache.update(*drawn(i, count), i)
-
-
-def same(x, expected):
-    """True if a handle shows these values; its methods would leave a copy behind."""
-    return torch.equal(x.materialize(), expected)
-
-
-def test_handles_are_of_their_layer():
-    cache = cache_of()
-    fill_layers(cache)
-    # A layer that has changed more often than others.
-    cache.layers[1].reorder_cache(torch.zeros(1, dtype=torch.long))
-    pairs = [cache.update(*drawn(40 + i), i) for i in range(3)]
-    for layer, (keys, values) in zip(cache.layers, pairs, strict=True):
-        assert ((keys.side, values.side), keys.shape) == (("keys", "values"), (1, HEADS, 6, DIM))
-        assert keys.hfkvq_layer is values.hfkvq_layer is layer
-        assert same(keys, layer.dense("keys"))
-        assert same(values, layer.dense("values"))
-
-
-def test_attention_is_told_of_one_layer_only():
-    cache = cache_of()
-    fill_layers(cache)
-    pairs = [cache.update(*drawn(i), i) for i in range(2)]
-    (one, own), (other, _) = pairs
-    assert layer_of(one, own) is cache.layers[0]
-    assert layer_of(other, own) is None
-    assert layer_of(one, torch.ones(1)) is None
-    assert layer_of(torch.ones(1), own) is None
-    assert layer_of(one[:, :, None, :, :], own) is None
-    query = torch.zeros(1, 4, 1, DIM)
-    cache.layers[0].update(*drawn(5))
-    for pair in ((one, own), (one, other), (other, own)):
-        with pytest.raises(RuntimeError, match="earlier update"):
-            hfkvq_attention(torch.nn.Identity(), query, *pair, None)
 
 
 # Cache verbs that Transformers calls.

@@ -18,7 +18,6 @@ from hfkvq.caches.base import config_switch, warn_once
 from hfkvq.caches.base.model_calls import with_cache
 from hfkvq.caches.base.model_config import _cached_attention
 from tests.caches.models import build, prompt
-from tests.caches.test_hybrids import model_of as build_hybrid
 
 ROWS = 4
 
@@ -81,27 +80,6 @@ def test_arguments_that_a_dynamic_cache_takes(model, verb, given, capacity):
     ours.integrity_check()
     one = getattr(pair(model, capacity)[1].layers[0], verb)
     one(given)
-
-
-ROWS_OF_THREE = {
-    "batch_select_indices": [True, False, True],
-    "batch_repeat_interleave": torch.tensor([1, 0, 1]),
-    "reorder_cache": [0, 2],
-}
-
-
-@pytest.mark.parametrize("verb", ROWS_OF_THREE)
-@pytest.mark.parametrize("family", ["gemma3", "falcon_h1"])
-def test_rows_of_every_kind_of_layer(family, verb):
-    """Windows and recurrent states take the same arguments."""
-    model = build(family) if family == "gemma3" else build_hybrid(family)
-    ours, rest = (MixedKVCache(model, "full") for _ in range(2))
-    with torch.no_grad():
-        model(prompt(3, 30) % 100, past_key_values=ours)
-        model(prompt(3, 30)[[0, 2]] % 100, past_key_values=rest)
-        getattr(ours, verb)(ROWS_OF_THREE[verb])
-        got, expected = (model(prompt(2, 1) % 100, past_key_values=each).logits for each in (ours, rest))
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 REFUSED = {
@@ -223,19 +201,6 @@ def test_copies_of_a_model_are_the_users_own(family, attention):
         with torch.no_grad():
             assert torch.equal(other(prompt(1, 30)).logits, plain(prompt(1, 30)).logits)
     assert cache.attached
-
-
-@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="the config then has a plain name")
-def test_a_shallow_copy_of_a_switched_config():
-    """Its first cache to go gives it the user's own attention; weights are refused as for the original."""
-    first = build("llama", attention="eager")
-    attached = MixedKVCache(first, "full")
-    model = type(first)(copy.copy(first.config)).eval()
-    cache = MixedKVCache(model, "full")
-    with torch.no_grad(), pytest.raises(ValueError, match="attach=False"):
-        model(prompt(1, 30), past_key_values=cache, output_attentions=True)
-    del cache
-    assert (attached.attached, model.config._attn_implementation) == (True, "eager")
 
 
 def test_a_plain_name_where_dynamo_wants_one(monkeypatch):

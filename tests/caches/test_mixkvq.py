@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -118,13 +117,6 @@ def test_tiers():
     assert flat(widths(scheme, ranges(9, 6, 4.5, 3, 60), q_abs))[:6] == [4, 16, 2, 4, 2, 2]
 
 
-@pytest.mark.parametrize("tau_int4", [2.0, 2.5, 100.0])
-def test_thresholds_in_the_other_order_leave_no_middle_tier(tau_int4):
-    """As in the paper's own pair for R1-Qwen-14B, (1.52, 1.60)."""
-    scheme = MixKVQ(salience="raw", **TAUS | {"tau_int4": tau_int4})
-    assert flat(widths(scheme, ranges(9, 6.3, 6, 4.5), torch.ones(1, 1, 32)))[:5] == [16, 16, 2, 2, 2]
-
-
 def test_channels_above_the_room_go_down_a_tier():
     """Ten channels above tau_BF16 for a room of eight; the two of least A, by rank, get 4 bits, and so on down."""
     spans = [9, 30, 10, 30, 30, 30, 30, 30, 30, 30, *[4.5] * 7, 3]
@@ -140,12 +132,6 @@ def test_channels_above_the_room_go_down_a_tier():
     assert [channel for channel, width in enumerate(bits) if width == 4] == [0, 2]
 
 
-def test_of_equal_channels_the_lower_ones_are_raised():
-    for salience in ("raw_logit", "raw", "error_only"):
-        bits = flat(widths(MixKVQ(salience=salience), ranges(*[6] * 32), torch.ones(1, 1, 32)))
-        assert bits == [16] * 8 + [4] * 8 + [2] * 16, salience
-
-
 @pytest.mark.parametrize("salience", ["raw_logit", "raw"])
 def test_fractions_fill_the_room_by_rank(salience):
     """No threshold: of falling A the first eight, the next eight, the rest; a constant channel needs no bits."""
@@ -158,20 +144,6 @@ def test_fractions_fill_the_room_by_rank(salience):
     assert flat(widths(scheme, ranges(*[1e-3] * 32), q_abs.flip(-1))) == [2] * 16 + [4] * 8 + [16] * 8
 
 
-def test_error_only_looks_at_no_query():
-    scheme = MixKVQ(salience="error_only")
-    assert scheme.needs == set()
-    assert MixKVQ().needs == {"query"}
-    q_abs = torch.zeros(1, 1, 32)
-    q_abs[..., -1] = 100
-    keys = ranges(*range(32, 0, -1))
-    expected = [16] * 8 + [4] * 8 + [2] * 16
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for given in (q_abs, None):
-            assert flat(widths(scheme, keys, given)) == expected
-
-
 def test_bad_queries_raise_nothing():
     q_abs = torch.ones(1, 1, 32)
     q_abs[0, 0, 0], q_abs[0, 0, 1] = math.nan, math.inf
@@ -180,33 +152,6 @@ def test_bad_queries_raise_nothing():
 
 
 # Layout and room.
-
-
-@pytest.mark.parametrize(
-    ("dim", "bf16", "int4", "room"),
-    [
-        (128, 0.0625, 0.125, (8, 16)),
-        (128, 0.04, 0.12, (8, 16)),
-        (128, 0.07, 0.0, (16, 0)),
-        (64, 0.0625, 0.125, (8, 8)),
-        (80, 0.1, 0.1, (8, 8)),
-        (8, 0.0625, 0.125, (8, 0)),
-        (12, 0.5, 0.5, (8, 4)),
-        (576, 0.0625, 0.125, (40, 72)),
-        (128, 0.0, 0.0, (0, 0)),
-        (128, 0.0, 1.0, (0, 128)),
-    ],
-)
-def test_room_comes_in_eights(dim, bf16, int4, room):
-    scheme = MixKVQ(most_bf16=bf16, most_int4=int4)
-    assert scheme.room(dim) == room
-    fmt = scheme.layout(dim, dim).keys.formats[0]
-    fmt.check_head_dim(dim)
-    assert (fmt.raised_count(16), fmt.raised_count(4)) == room
-    if fmt.raised:
-        bits = widths(scheme, torch.randn(1, 2, 3, 8, dim), torch.rand(1, 2, dim) + 0.1)
-        assert (bits == 16).sum() == room[0] * 6
-        assert (bits == 4).sum() == room[1] * 6
 
 
 @pytest.mark.parametrize(("dim", "group"), [(128, 32), (64, 32), (80, 20), (96, 32), (24, 24), (72, 24), (13, 13)])

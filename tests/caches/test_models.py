@@ -131,20 +131,6 @@ def test_encoder_decoders(name):
     assert torch.equal(model.generate(ids(), past_key_values=both, **beams), model.generate(ids(), **beams))
 
 
-@pytest.mark.parametrize("attach", [True, False])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("tokens", [20, 1])
-def test_no_gradient_is_asked_for_in_vain(attention, attach, tokens):
-    """k_proj and v_proj would get none, which nobody would notice; a forward alone may be done with gradients on."""
-    model = build("llama", attention=attention)
-    cache = MixedKVCache(model, "kitty-pro", attach=attach)
-    with torch.no_grad():
-        model(prompt(2, 30), past_key_values=cache)
-    loss = model(prompt(2, tokens), past_key_values=cache).logits.sum()
-    with pytest.raises(RuntimeError, match=r"no gradient flows.*DynamicCache.*torch\.no_grad"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("mode", [{"assistant_model": True}, {"prompt_lookup_num_tokens": 4}])
 def test_cross_attention_without_images(mode):
     """Its layers never see a token, so there is none to take back."""

@@ -203,25 +203,6 @@ def test_what_is_computed_of_a_model_outlives_inference_mode():
     assert model(ids[:, 50:51], past_key_values=cache).logits.isfinite().all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "capacity"), [("llama", None), ("llama", 60), ("deepseek-v3", 60)])
-def test_a_forward_compiled_for_all_shapes(family, capacity):
-    """With ``dynamic=True`` the index of a layer is a number that the compiler does not know."""
-    model, ids = build(family, num_hidden_layers=1), prompt(1, 40)
-    forward = torch.compile(model.forward, backend="eager", dynamic=True)
-    logits = []
-    for call, cache in (
-        (forward, MixedKVCache(model, "full", max_cache_len=capacity)),
-        (model, DynamicCache(config=model.config)),
-    ):
-        with torch.no_grad():
-            out = [call(ids[:, :30], past_key_values=cache, use_cache=True).logits]
-            out += [call(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(30, 32)]
-        logits.append(torch.cat(out, 1))
-    torch._dynamo.reset()
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
-
-
 def test_an_update_compiled_for_all_shapes():
     cache = MixedKVCache(build("llama", num_hidden_layers=4), "full")
     update = torch.compile(lambda x, i: cache.update(x, x + 1, i)[1] * 2, backend="eager", dynamic=True)

@@ -5,9 +5,6 @@ On the CPU they lie in memory of their own as well; all but the pinning is what 
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -60,53 +57,6 @@ def test_tokens_and_bytes_are_the_same(name, length, monkeypatch, captured):  # 
     assert_alike(*caches, rows=2)
     # Of a cache that grows, steps are captured with copies a layer ahead.
     assert (caches[1].layers[0].buffer.memory()[1:] != []) == (length is None)
-
-
-def _reset(cache):
-    cache.reset()
-    with torch.no_grad():
-        build("llama")(prompt(3, 33, seed=4), past_key_values=cache)
-
-
-CHANGES = {
-    "crop": lambda cache: cache.crop(-19),
-    "reorder": lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])),
-    "repeat": lambda cache: cache.batch_repeat_interleave(2),
-    "select": lambda cache: cache.batch_select_indices(torch.tensor([2, 1])),
-    "reset": _reset,
-    "away and back": lambda cache: [(layer.offload(), layer.prefetch()) for layer in cache.layers],
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "length"), [(change, (None, 120)[at % 4 == 0]) for at, change in enumerate(CHANGES)]
-)
-def test_rows_and_lengths_change(length, change, captured):  # noqa: F811
-    """After captured steps, and before others."""
-    model, caches, found = build("llama"), both(build("llama"), "kitty-pro", max_cache_len=length), []
-    for cache in caches:
-        _generate(model, cache, prompt(3, 60), max_new_tokens=4)
-        CHANGES[change](cache)
-        rows = cache.compressed_layers[0].batch_size
-        with torch.no_grad():
-            tokens = prompt(rows, 17, seed=5).split([9, *[1] * 8], 1)
-            found.append(torch.cat([model(each, past_key_values=cache).logits for each in tokens], 1))
-    assert torch.equal(*found)
-    assert_alike(*caches, rows=rows)
-
-
-def test_copies_have_pages_of_their_own():
-    model, caches = build("llama"), both(build("llama"), "kitty-pro")
-    with torch.no_grad():
-        for cache in caches:
-            model(prompt(2, 70), past_key_values=cache)
-        copies = [copy.deepcopy(caches[0]), pickle.loads(pickle.dumps(caches[1]))]
-        for cache in copies:
-            model(prompt(2, 30, seed=3), past_key_values=cache)
-    assert_alike(*caches, rows=2)
-    assert_alike(*copies, rows=2)
-    places = [cache.layers[0].store.runs[0].keys[0].data_ptr() for cache in (caches[1], copies[1])]
-    assert places[0] != places[1]
 
 
 def test_saved_caches_may_be_loaded_either_way(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import threading
 from typing import Any
@@ -12,11 +11,10 @@ import pytest
 import torch
 
 from hfkvq import MixedKVCache, PrefixStore, get_scheme
-from hfkvq.caches import cache_file, prefix_store
-from hfkvq.caches.prefix_store import weights_hash
+from hfkvq.caches import cache_file
 from tests.caches.driver import small
 from tests.caches.models import build, prompt
-from tests.caches.test_saved import ByAge, filled, packed_alike
+from tests.caches.test_saved import ByAge, filled
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 PLAIN = get_scheme("int4", page_size=16, sink_length=0)
@@ -57,29 +55,6 @@ def test_what_was_put_comes_back_bit_for_bit(name, model, tmp_path):
     # The caller's own: the next one finds it as it was, and nothing was written twice.
     assert torch.equal(*[fed(model, x, ids[:, 90:]) for x in (store.match(ids).cache, cache)])
     assert store.nbytes == PrefixStore(tmp_path, model, small(name), **options).nbytes
-
-
-@pytest.mark.parametrize("name", ["kitty-pro", "arkv"])
-@pytest.mark.parametrize("group", [1, 20_000])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-def test_pages_that_are_moved_in_several_groups(name, group, device, model, tmp_path, monkeypatch):
-    """One by one, or a few at a time; every layer has memory of its own afterwards."""
-    monkeypatch.setattr(prefix_store, "_GROUP_BYTES", group)
-    scheme, ids = small(name), prompt(1, 300)
-    cache = filled_with(model, ids, scheme)
-    PrefixStore(tmp_path / "store", model, scheme).put(cache, ids)
-    store = PrefixStore(tmp_path / "store", model.to(device), scheme)
-    loaded, known = store.match(torch.cat([ids, ids], 1))
-    assert known == 300
-    assert packed_alike(cache, loaded)
-    # Same names and bytes from there: nothing but the end is written again.
-    _, pages = the(store)
-    assert store.put(loaded, ids) == the(store)[0][0].stat().st_size
-    assert the(store)[1] == pages
-    for each in pages:
-        each.unlink()
-    store.put(loaded, ids)
-    assert the(store)[1] == pages
 
 
 def test_a_conversation_goes_on(model, store):
@@ -184,22 +159,6 @@ def test_other_models_weights_and_schemes(model, store, tmp_path):
     assert PrefixStore(store.path, build("llama"), small("kitty-pro")).match(longer).tokens == 70
 
 
-# peft asks Transformers for names that are on their way out.
-@pytest.mark.filterwarnings("ignore")
-def test_adapters_tell_models_apart():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    hashes = [weights_hash(build("llama"))]
-    wrapped = peft.get_peft_model(build("llama"), config)
-    wrapped.add_adapter("other", config)
-    hashes.append(weights_hash(wrapped))
-    wrapped.set_adapter("other")
-    hashes.append(weights_hash(wrapped))
-    with wrapped.disable_adapter():
-        hashes.append(weights_hash(wrapped))
-    assert len(set(hashes)) == 4
-
-
 @pytest.mark.parametrize(
     ("which", "damage"),
     [("end", "a bit"), ("end", "empty"), ("end", "gone"), ("page", "cut off"), ("page", "another"), ("page", "gone")],
@@ -260,21 +219,6 @@ def test_files_that_say_something_else(model, store):
 
 
 # The bound, and what fails.
-
-
-def test_pages_of_another_layout(model, tmp_path):
-    """Their checksums are right."""
-    store, ids = PrefixStore(tmp_path, model, PLAIN), prompt(1, 100)
-    store.put(filled_with(model, ids), ids)
-    ends, pages = the(store)
-    page = sorted(pages, key=lambda path: int(path.name.split("-")[0]))[2]
-    about, tensors = cache_file.read(page)
-    cache_file.write(page, {"layout": json.dumps(json.loads(about["layout"])[1:])}, tensors)
-    loaded, known = store.match(torch.cat([ids, ids], 1))
-    assert known in (0, 32)
-    assert loaded.get_seq_length() == known
-    assert not ends[0].exists()
-    assert store.match(torch.cat([ids, ids], 1)).tokens == known
 
 
 def test_the_least_recently_used_go_first(model, tmp_path):

@@ -7,16 +7,15 @@ import inspect
 import json
 
 import pytest
-import torch
 
 import hfkvq
-from hfkvq import KittyCache, MixedKVCache, get_scheme
+from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import Preset, get_preset
 from hfkvq.caches.named import NamedCache
 from hfkvq.caches.schemes.base import entry_of, presets
 from hfkvq.caches.schemes.sides import Sides
 from hfkvq.measure.presets import knob_texts
-from tests.caches.models import build, config, prompt
+from tests.caches.models import config
 
 SMALL = {"page_size": 8, "sink_length": 2, "local_length": 8}
 
@@ -39,13 +38,6 @@ def test_layers_by_hand(layers, names):
     preset = get_preset("kitty", layers)
     assert [scheme.name for scheme in preset.by_layer(5)] == names.split()
     assert get_preset(json.loads(json.dumps(preset.to_dict()))) == preset
-
-
-def test_knobs_of_one_layer():
-    preset = get_preset("kitty", {"2": {"boost_ratio": 0.5}}, sink_length=4)
-    assert [scheme.boost_ratio for scheme in preset.by_layer(4)] == [0.125, 0.125, 0.5, 0.125]
-    assert {scheme.sink_length for scheme in preset.by_layer(4)} == {4}
-    assert len(preset.schemes) == 2
 
 
 def test_layers_by_depth():
@@ -74,31 +66,6 @@ def test_shares_of_the_depth_in_the_wrong_order():
         ValueError, match=r"wide_keys_from: got 0\.8 with wide_keys_to=0\.5, allowed at most wide_keys_to"
     ):
         get_scheme("kitty", wide_keys_from=0.8, wide_keys_to=0.5)
-
-
-@pytest.mark.parametrize("fixed", [False, True])
-@pytest.mark.parametrize(
-    ("shares", "own"),
-    [
-        ({"wide_from": 0.5, "wide_to": 0.75}, {"value_bits": 4}),
-        ({"wide_keys_from": 0.5, "wide_keys_to": 0.75, "score": "q_error"}, {"key_bits": 4}),
-    ],
-)
-def test_a_cache_whose_layers_differ_by_depth(fixed, shares, own):
-    """Each layer gives what a cache of that layer's scheme alone gives, in its bytes too."""
-    model, ids = build("llama", num_hidden_layers=4), prompt(2, 40)
-    kw = {"max_cache_len": 64} if fixed else {}
-    kw["score"] = shares.get("score", "k_abs")
-    cache = KittyCache(model, **SMALL, **(shares | kw))
-    by_hand = KittyCache(model, **SMALL, layers={"2": own}, **kw)
-    for tokens in (ids[:, :30], ids[:, 30:39], ids[:, 39:]):
-        with torch.no_grad():
-            one, other = (model(tokens, past_key_values=each).logits for each in (cache, by_hand))
-        assert torch.equal(one, other)
-    assert cache.memory().compressed == by_hand.memory().compressed
-    layouts = [layer.store.layout for layer in cache.layers[1:3]]
-    widths = [(layout.keys.formats[0].bits, layout.values.formats[0].bits) for layout in layouts]
-    assert widths == [(2, 2), (own.get("key_bits", 2), own.get("value_bits", 2))]
 
 
 @pytest.mark.parametrize(
@@ -176,24 +143,6 @@ def test_knobs_behind_a_name_and_as_arguments(tmp_path):
 def test_wrong_knobs(scheme, knobs, message):
     with pytest.raises(ValueError, match=message):
         MixedKVCache(config("llama"), scheme, **knobs)
-
-
-def test_wrong_files(tmp_path):
-    path = tmp_path / "tuned.json"
-    with pytest.raises(ValueError, match=r"scheme: .*tuned\.json cannot be read"):
-        MixedKVCache(config("llama"), str(path))
-    path.write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
-        MixedKVCache(config("llama"), path)
-    path.write_text('{"kind": "other"}')
-    with pytest.raises(ValueError, match="holds 'other', expected 'hfkvq preset' as `hfkvq tune` writes it"):
-        MixedKVCache(config("llama"), path)
-    path.write_text('{"kind": "hfkvq preset"}')
-    with pytest.raises(ValueError, match="is damaged"):
-        MixedKVCache(config("llama"), path)
-    path.write_text('{"kind": "hfkvq preset", "scheme": {"scheme": "kitty", "speed": 3}}')
-    with pytest.raises(ValueError, match="knob 'speed' is unknown"):
-        MixedKVCache(config("llama"), path)
 
 
 # Caches named after papers: one for each scheme, whose knobs are keyword arguments.

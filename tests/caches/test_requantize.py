@@ -397,24 +397,6 @@ def test_crop_takes_the_turn_back_or_refuses(model):
     assert cache.tokens.tags[0, :32].tolist() == [parse_tag("turn_m1|text|user")] * 32
 
 
-def test_a_cut_through_two_pages_is_seen_where_counts_would_not_show_it(model):
-    """Two pages lose eight tokens each: as many as a page has in all."""
-    table = {f"{age}|text|obs": 2 for age in TEMPORAL} | {"turn_m1|text|user": 2}
-    cache = make(model, table=table)
-    # Sixteen results and as many words by turns: their pages cover the same positions.
-    forward(model, cache, torch.tensor([[TURN] + [4, 5] * 15 + [4]]))
-    forward(model, cache, torch.tensor([[TURN, 5]]))
-    narrow, _ = positions(cache.layers[0])
-    assert sorted(narrow) == list(range(32))
-    before = held(cache)
-    with pytest.raises(NotImplementedError, match=r"a page per channel would be cut"):
-        cache.crop(-18)
-    same(held(cache), before)
-    cache.crop(-2)
-    assert cache.get_seq_length() == 32
-    assert sorted(positions(cache.layers[0])[0]) == list(range(32))
-
-
 # Who shows the ids.
 
 
@@ -449,10 +431,3 @@ def test_tokens_beyond_the_tags_stay(shown):
     assert positions(layer, 0)[0] == list(range(shown // PAGE * PAGE))
     assert positions(layer, 1)[0] == list(range((shown - 7) // PAGE * PAGE))
     assert not requantize_by_tags(layer.store, torch.zeros(2, 0, dtype=torch.uint8))
-
-
-def test_other_stores_are_refused():
-    layer = driver.make(driver.small("kitty"))
-    driver.forward(layer, *join([row(1, 40)]))
-    with pytest.raises(NotImplementedError, match=r"requantize_by_tags: got s.*, allowed several runs"):
-        requantize_by_tags(layer.store, torch.zeros(1, 40, dtype=torch.uint8))

@@ -17,12 +17,11 @@ from hfkvq import MixedKVCache, TriAxialCache
 from hfkvq.caches.layer_state.tags import TokenRecord
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.schemes.base import UNTAGGED
-from hfkvq.caches.store import kvstore
 from hfkvq.caches.store.routing import ColumnTags, SealSource, SealStart, route_by_width
 from hfkvq.caches.tags import PAD, parse_tag
 from hfkvq.kernels.arguments import AttentionArguments
-from hfkvq.kernels.decode import LENGTH, RUNS, run_count
-from tests.caches.driver import assert_same_bits, mask_of, stored, tensors_of
+from hfkvq.kernels.decode import RUNS, run_count
+from tests.caches.driver import assert_same_bits, mask_of, stored
 from tests.caches.models import build, config
 
 OBS, USER = "older|text|obs", "current|text|user"
@@ -137,26 +136,6 @@ def test_each_layout_has_a_route_of_its_own(model, leads, monkeypatch):
     assert routes[0] is routes[2]
     assert routes[0] is not routes[1]
     assert len(routes) == 3
-
-
-def test_nothing_is_held_on_to(model):
-    """Once the last layer is done; while layers still come, the report counts what waits for them."""
-    cache, sizes, ids = make(model), [], torch.randint(3, 100, (2, 90))
-    hooks = [
-        layer.register_forward_hook(lambda *_: sizes.append((len(cache.tokens._shared), cache.tokens.tensors())))
-        for layer in model.model.layers
-    ]
-    for part in (ids[:, :50], ids[:, 50:]):
-        forward(model, cache, part)
-    for hook in hooks:
-        hook.remove()
-    assert [held for held, _ in sizes] == [1, 1, 1, 0] * 2
-    assert all(len(tensors) > 2 for _, tensors in sizes[:3])
-    assert len(sizes[3][1]) == 2
-    assert cache.memory().total == sum(x.nbytes for x in tensors_of(cache.layers))
-    assert all(
-        type(x) is int for layer in cache.layers for row in layer.store.state.host_counters.counters for x in row
-    )
 
 
 def test_what_a_failed_forward_leaves_is_dropped(model):
@@ -383,37 +362,3 @@ def test_a_scheme_that_looks_at_tokens_is_shown_them(model):
     assert not torch.equal(shown[0][0], shown[1][0])
     assert all(tags is not None and keys.shape[2] == position.shape[1] == 80 for keys, position, tags in shown)
     assert len({str(stored(layer, 0).get("0 keys positions")) for layer in cache.layers}) == LAYERS
-
-
-# What fails.
-
-
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_seal_that_runs_out_of_memory_has_counted_nothing(at, model, monkeypatch):
-    """Neither of the two runs, whichever had no room; the next attempt has the route, or works it out again."""
-    cache, other, grow, calls = make(model), make(model), kvstore.grow, []
-    generator = torch.Generator().manual_seed(3)
-    first = torch.randint(3, 100, (2, 40), generator=generator)
-    for x in (cache, other):
-        forward(model, x, first)
-    ids = torch.randint(3, 100, (2, 90), generator=generator)
-
-    def no_room(state, run, blocks, factor):
-        calls.append(run)
-        if len(calls) == at + 1:
-            raise torch.OutOfMemoryError("none left")
-        return grow(state, run, blocks, factor)
-
-    monkeypatch.setattr(kvstore, "grow", no_room)
-    with pytest.raises(torch.OutOfMemoryError):
-        forward(model, cache, ids)
-    layer = cache.layers[0]
-    assert calls == [0, 1][: at + 1]
-    host, device = told(layer)
-    assert host == device
-    assert device[LENGTH] == (40, 40)
-    monkeypatch.setattr(kvstore, "grow", grow)
-    layer.settle()
-    forward(model, other, ids)
-    for row in range(2):
-        assert_same_bits(stored(layer, row), stored(other.layers[0], row))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ from hfkvq import get_scheme
 from hfkvq.caches.attention.interface import hfkvq_attention, hfkvq_mask
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.steps.step_buffer import StepBuffer
-from hfkvq.kernels import use_interpreter
 from hfkvq.kernels.step import ops
 from tests.caches.driver import cases, counted, small
 
@@ -236,43 +234,6 @@ def test_a_failed_step_can_be_taken_again(name, which, of, monkeypatch):
         else:
             torch.testing.assert_close(got, expected)
         assert one.store.longest == other.store.longest == one.seen
-    assert_same(one, other)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process")
-def test_launches_that_are_ready_go_with_their_buffer():
-    """A buffer that moves has its own; none is for torch, and other strides or a mask ask for others."""
-    pytest.importorskip("triton")
-    generator = torch.Generator().manual_seed(0)
-    one, other = layer_of(get_scheme("saw-int4")), layer_of(get_scheme("saw-int4"), buffered=False)
-
-    def take(tokens, mask=None, spread=False, kernels=True):
-        given = states(1, tokens, 32, torch.float16, "cpu", generator)
-        if spread:
-            given = [torch.cat([x, x], 1)[:, ::2].flip(1) for x in given]
-        with use_interpreter() if kernels else contextlib.nullcontext():
-            torch.testing.assert_close(step(one, given, mask), step(other, given, mask), rtol=2e-3, atol=2e-3)
-
-    for tokens in (20, 1, 1):
-        take(tokens)
-    before = one.buffer.state
-    kept = set(before.memo)
-    assert any(key[0] == "attend" for key in kept)
-    take(1, kernels=False)
-    assert set(before.memo) == kept
-    take(1, spread=True)
-    take(1, padded([0], one.seen + 1, "cpu"))
-    assert len(before.memo) > len(kept)
-    one.buffer.make_room(one.buffer.room + 300)
-    after = one.buffer.state
-    assert after is not before
-    assert not after.memo
-    held = [x.clone() for x in (before.counters, *before.windows, *before.flat_runs())]
-    for _ in range(2):
-        take(1)
-    assert {key[0] for key in after.memo} == {key[0] for key in kept}
-    for x, was in zip((before.counters, *before.windows, *before.flat_runs()), held, strict=True):
-        assert torch.equal(x.view(torch.uint8), was.view(torch.uint8))
     assert_same(one, other)
 
 

@@ -115,12 +115,6 @@ def test_unknown_tags_are_refused(name):
         parse_tag(name)
 
 
-@pytest.mark.parametrize("number", [-1, 57])
-def test_unknown_numbers_are_refused(number):
-    with pytest.raises(ValueError, match="allowed 0 to 56"):
-        tag_axes(number)
-
-
 # Formats
 
 

@@ -19,7 +19,6 @@ from transformers import (
     MambaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
-    pipeline,
 )
 
 import hfkvq
@@ -227,18 +226,6 @@ def test_models_within_pefts(model):
     assert snapshot(wrapped) == before
 
 
-def test_models_over_devices(model):
-    from accelerate import dispatch_model
-
-    ids = prompt(2, LENGTH)
-    want = with_cache(model, ids)
-    spread = dispatch_model(model, {"": "cpu"}, force_hooks=True)
-    before = snapshot(spread)
-    with hfkvq.use(spread, SCHEME):
-        assert torch.equal(spread.generate(ids, **OPTIONS), want)
-    assert snapshot(spread) == before
-
-
 def test_threads_have_caches_of_their_own(model):
     prompts = [prompt(1, 20 + 9 * i, seed=i) for i in range(3)]
     want, found = [with_cache(model, ids) for ids in prompts], [None] * len(prompts)
@@ -298,27 +285,6 @@ def test_copies_are_not_in_use_and_nothing_is_kept_alive():
     finally:
         gc.enable()
     used.undo()
-
-
-def test_pipelines(reference):
-    """They call `generate` as a user does."""
-    model, tokenizer = reference
-    talk = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    ids = tokenizer("Compute 12 + 7.", return_tensors="pt").input_ids
-    want = with_cache(model, ids)
-    with hfkvq.use(model, SCHEME):
-        [found] = talk("Compute 12 + 7.", return_tensors=True, **OPTIONS)
-    assert found["generated_token_ids"] == want[0].tolist()
-
-
-@pytest.fixture(scope="module")
-def reference():
-    from hfkvq.measure.reference import load_reference
-
-    model, tokenizer = load_reference(torch.float32)
-    model.model.layers = model.model.layers[:2]
-    model.config.num_hidden_layers, model.config.layer_types = 2, model.config.layer_types[:2]
-    return model, tokenizer
 
 
 BAD = {

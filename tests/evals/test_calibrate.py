@@ -8,55 +8,15 @@ import json
 import pytest
 import torch
 
-from evals.capture import Capture, capture, compressed_layers, quantized
+from evals.capture import Capture, capture, compressed_layers
 from evals.triaxial.__main__ import app
 from evals.triaxial.allocation import Sensitivity
-from evals.triaxial.calibration import aggregate, calibrate, distortion
-from evals.triaxial.conversations import Conversation, data_hash, load_conversations, make_request, parse_conversation
+from evals.triaxial.calibration import aggregate, distortion
 from hfkvq.caches import BitTable
-from hfkvq.caches.tags import parse_tag
-from hfkvq.kernels.pages import PageFormat
 from tests.caches.models import build, prompt
 from tests.command import invoke
 
 OBS, USER, INST = "older|text|obs", "current|text|user", "older|text|inst"
-
-
-class WordTokenizer:
-    """A token a word; the template writes a message's role before it and "." behind it."""
-
-    chat_template = "role words ."
-    words: dict[str, int]
-
-    def __init__(self):
-        self.words = {}
-
-    def apply_chat_template(self, messages, *, tools, add_generation_prompt, tokenize):
-        assert not tokenize
-        for message in messages:
-            if message["role"] == "odd":
-                raise RuntimeError("roles must be even")
-        said = [f"{m['role']} {m['content']} ." for m in messages]
-        said = [*(["tools"] if tools else []), *said, *(["assistant"] if add_generation_prompt else [])]
-        return " ".join(said)
-
-    def __call__(self, text, add_special_tokens):
-        assert not add_special_tokens
-
-        class Encoded:
-            input_ids = [self.words.setdefault(word, 5 + len(self.words)) for word in text.split()]  # noqa: RUF012
-
-        return Encoded
-
-
-class EvenIsObs:
-    def tag(self, ids, mask=None):
-        return torch.where(ids % 2 == 0, parse_tag(OBS), parse_tag(USER)).to(torch.uint8)
-
-
-def talk(*contents):
-    roles = ("user", "assistant")
-    return Conversation(tuple({"role": roles[i % 2], "content": text} for i, text in enumerate(contents)))
 
 
 # D_k(b).
@@ -84,32 +44,6 @@ def test_distortion_by_hand():
     # 15 steps of 0.2: exact.
     assert distortion(captured, second, exact, 4, 8).item() == pytest.approx(0, abs=1e-6)
     assert distortion(captured, torch.tensor([0]), exact, 2, 8).item() == 0
-
-
-def test_keys_of_int2_share_scales_along_tokens_and_int4_along_channels():
-    """An outlier channel costs 2-bit keys nothing in other channels, 4-bit ones their resolution."""
-    keys = torch.rand(1, 8, 8)
-    keys[..., 3] = 100
-    every = torch.arange(8)
-    per_channel = quantized(keys, PageFormat(2, "channel", 8, 8), "keys", every)
-    per_token = quantized(keys, PageFormat(4, "token", 8, 8), "keys", every)
-    others = [c for c in range(8) if c != 3]
-    assert (per_channel - keys)[..., others].abs().max() < 0.2
-    assert (per_token - keys)[..., others].abs().max() > 0.3
-
-
-def test_only_the_tokens_asked_for_are_quantized():
-    x = torch.randn(2, 21, 16, generator=torch.Generator().manual_seed(0))
-    columns = torch.tensor([1, 4, 5, 7, 11, 12, 13, 17, 20])
-    got = quantized(x, PageFormat(2, "channel", 8, 8), "keys", columns)
-    others = [i for i in range(21) if i not in columns]
-    assert torch.equal(got[:, others], x[:, others])
-    assert ((got - x)[:, columns].abs().amax((0, 2)) > 0)[:-1].all()
-    # The last one fills its group by itself: its scale is 0, its value its own but for f16.
-    torch.testing.assert_close(got[:, 20], x[:, 20], rtol=1e-3, atol=1e-3)
-
-
-# N_k.
 
 
 # Capture.
@@ -140,66 +74,6 @@ def test_replay_is_what_the_model_computes(family):
         torch.testing.assert_close(got.transpose(0, 1).flatten(1), stock[i], rtol=1e-4, atol=1e-5)
     for handle in handles:
         handle.remove()
-
-
-# Conversations.
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "t"}]},
-        {"messages": [{"role": "user", "content": "a"}], "score": 1, "tools": [{"name": "t"}]},
-    ],
-)
-def test_forms_of_conversations(line):
-    assert parse_conversation(line) == Conversation(({"role": "user", "content": "a"},), ({"name": "t"},))
-    assert parse_conversation(next(iter(line.values()))).tools is None
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "data: .* cannot be read"),
-        ("\n \n", "data: .* holds no conversation"),
-        ('[{"role": "user", "content": "a"}]\n{', "data: .*: line 2 is not JSON"),
-        ('{"text": "a"}', r'data: .*: line 1: expected \{"messages"'),
-        ('[{"content": "a"}]', "data: .*: line 1: expected a message with a role"),
-        ('["a"]', "data: .*: line 1: expected a message with a role"),
-        ('{"messages": [{"role": "user", "content": "a"}], "tools": 5}', "data: .*: line 1: expected tools that are"),
-    ],
-)
-def test_bad_data_files(tmp_path, text, message):
-    path = tmp_path / "data.jsonl"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        load_conversations(path)
-
-
-# All together.
-
-
-def test_calibrate_measures_each_tag_in_each_request():
-    model, tokenizer = build("llama"), WordTokenizer()
-    talks = [talk("a b c d e f g", "h i", "j k l"), talk("a b c d", "e", "f g h i j k", "l")]
-    found = calibrate(model, tokenizer, talks, tagger=EvenIsObs(), group_size=8)
-    assert set(found.counts) == {OBS, USER}
-    requests = [make_request(x, tokenizer) for x in talks]
-    assert sum(found.counts.values()) == sum(len(x.ids) for x in requests)
-    assert found.counts[OBS] == sum(i % 2 == 0 for x in requests for i in x.ids)
-    # By hand: each layer's captures, heads, requests.
-    raw = torch.zeros(2, 2, 4)
-    for r, request in enumerate(requests):
-        for i, captured in enumerate(capture(model, request.ids, [0, 1], request.first_new)):
-            exact = captured.attend(captured.keys, captured.values)
-            columns = (torch.tensor(request.ids) % 2 == 0).nonzero()[:, 0]
-            raw[i, r] = distortion(captured, columns, exact, 2, 8)
-    assert found.distortion[OBS][0] == pytest.approx(aggregate(raw), rel=1e-5)
-    for two, four in found.distortion.values():
-        assert 0 < four < two
-    assert (found.origin.requests, found.origin.layers) == (2, (0, 1))
-    assert found.origin.data == data_hash(talks) != data_hash(talks[:1])
 
 
 # The commands, on the reference model.

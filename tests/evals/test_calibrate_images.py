@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 
 import pytest
 import torch
 
 from evals.capture import Capture
-from evals.triaxial.__main__ import app
-from evals.triaxial.allocation import Sensitivity
 from evals.triaxial.calibration import calibrate
 from evals.triaxial.conversations import make_request, parse_conversation
 from hfkvq.caches.tags import TAGS, Tagger
 from tests.caches.vision import build, picture
 from tests.caches.vision import processor as processor_of
-from tests.command import invoke
 
 IMAGE = "current|image|user"
 TOKENS = 4
@@ -77,34 +73,7 @@ def test_what_is_measured_is_the_pixels(processor, model):
     assert other.distortion[IMAGE] != found.distortion[IMAGE]
 
 
-def test_a_tokenizer_alone_is_refused(processor, model):
-    with pytest.raises(ValueError, match="pass the model's processor"):
-        calibrate(model, processor.tokenizer, [talk()])
-
-
-# Bad input.
-
-
 # The commands, with a model whose processor is loaded without torchvision.
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("llava")
-    build("llava").save_pretrained(path)
-    processor_of("llava").save_pretrained(path)
-    (path / "talk.jsonl").write_text(json.dumps(messages()) + "\n", encoding="utf-8")
-    return path
-
-
-def test_the_command_measures_pixels(folder):
-    out = folder / "sensitivity.json"
-    done = invoke("calibrate", folder / "talk.jsonl", "--model", folder, "--out", out, "--device", "cpu", app=app)
-    assert done.exit_code == 0, done.output
-    found = Sensitivity.load(out)
-    # Four by four patches and one for all.
-    assert found.counts[IMAGE] == 17
-    assert found.distortion[IMAGE][0] > found.distortion[IMAGE][1] > 0
 
 
 def test_tokens_of_an_image_may_see_each_other():

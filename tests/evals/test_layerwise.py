@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -49,20 +47,6 @@ def chosen(plan):
     return [NAMES[scheme] for scheme in plan.preset.by_layer(3)]
 
 
-def test_table():
-    seen, objective = [], Additive()
-    plan = plan_of(objective, max_total_bits=2.0, on_score=lambda what, score: seen.append(what))
-    assert plan.base.value == pytest.approx(1.45)
-    assert list(plan.table) == [(layer, name) for layer in range(3) for name in ("kivi-4", "full")]
-    assert plan.table[2, "full"].value == pytest.approx(0.55)
-    assert plan.table[0, "full"].total_bits == pytest.approx((16 + 2 + 2) / 3)
-    assert seen == ["the base", *(f"{name} in layer {layer}" for layer, name in plan.table)]
-    # No room for any of it: the base stays.
-    assert plan.preset == get_preset("kivi-2")
-    assert plan.score == plan.base
-    assert len(set(objective.calls)) == len(objective.calls) == 7
-
-
 def test_gain_per_bit_within_the_budget():
     """Gains a bit of a layer: 4 bits 0.4/2, 0.01/2 and 0.3/2; whole 0.5/14, 0.05/14 and 0.9/14."""
     plan = plan_of()
@@ -87,42 +71,6 @@ def test_gains_are_measured_in_the_state_they_change():
     plan = plan_of(Either(), candidates=["kivi-4"], max_total_bits=4.0)
     assert chosen(plan) == ["kivi-4", "kivi-4", "kivi-2"]
     assert plan.score.value == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_total_bits": 1.5}, "max_total_bits: got 1.5, but the base has 2; raise the limit"),
-        ({"max_total_bits": math.nan}, "max_total_bits: got nan, but the base has 2"),
-        ({"candidates": []}, r"candidates: got \[\], allowed one or more"),
-        ({"candidates": "full"}, "candidates: got 'full', allowed one or more"),
-        ({"candidates": ["kivi-2"]}, "candidates: got only the base's own scheme"),
-        ({"candidates": ["kivi-3"]}, "scheme: got 'kivi-3', which is unknown"),
-        ({"candidates": [get_preset("full", {"0": "kivi-2"})]}, "differs by layer, but a candidate is for one"),
-        ({"compressed": [0, 3]}, r"compressed: got \[3\], allowed layers 0 to 2"),
-        ({"compressed": []}, "compressed: got no layer"),
-        ({"base": get_preset("kivi-2", {"5": "full"})}, "layers: got '5', but the model has layers 0 to 2"),
-    ],
-)
-def test_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        plan_of(**options)
-
-
-def test_nan():
-    class Breaks(Additive):
-        def value(self, own):
-            return math.nan if own[1] == get_scheme("full") else super().value(own)
-
-    with pytest.raises(ValueError, match=r"objective: got nan at 6.66.* total bits for full in layer 1, allowed"):
-        plan_of(Breaks())
-
-
-def test_the_choice_is_a_preset_file(tmp_path):
-    plan = plan_of()
-    assert plan.preset.origin["objective"] == "KLD"
-    plan.preset.save(tmp_path / "preset.json")
-    assert get_preset(tmp_path / "preset.json") == plan.preset
 
 
 def test_tiny_model():

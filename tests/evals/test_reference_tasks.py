@@ -9,7 +9,7 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.models.huggingface import HFLM
 
-from evals.tasks.reference import examples, next_passages, recall_choices, score, score_choices
+from evals.tasks.reference import examples, recall_choices, score
 from hfkvq.measure.demo.prompts import Subject, make_batches
 from hfkvq.measure.reference import evaluation_set, load_reference
 from hfkvq.measure.reference.model import reference_path
@@ -53,28 +53,3 @@ def test_right_answers_are_right(task):
         assert score(row, [row["answer"] + "<|im_end|>\n<|im_start|>"]) == {"exact_match": 1.0}
         assert score(row, [""]) == {"exact_match": 0.0}
         assert score(row, [re.sub(r"\d", "7", row["answer"][:-9]) + "0"]) == {"exact_match": 0.0}
-
-
-def test_passages_and_what_follows():
-    rows = next_passages(64, ref_samples=4)["test"]
-    assert [len(row["choices"]) for row in rows] == [4] * 4
-    right = [(0.0, False)] * 4
-    right[rows[0]["gold"]] = (9.0, True)
-    assert score_choices(rows[0], right)["acc"] == 1.0
-    assert len(next_passages(64, ref_size=32, ref_samples=1)["test"][0]["prompt"]) == 106
-
-
-def test_choices_are_five_tokens_and_one_is_right(reference):
-    lm, _ = reference
-    rows = recall_choices("recall-24", ref_samples=20)["test"]
-    for row in rows:
-        assert row["choices"][row["gold"]] == row["answer"]
-        assert len(set(row["choices"])) == len(row["choices"]) == 8
-        assert {len(lm.tok_encode(choice)) for choice in row["choices"]} == {5}
-        # The first digit alone, which the prompt's own logits give, does not tell the right one.
-        assert sum(choice[0] == row["answer"][0] for choice in row["choices"]) >= 4
-    assert len(set(rows["gold"])) > 4
-    likelihoods = [(-9.0, False)] * 8
-    likelihoods[rows[0]["gold"]] = (-2.5, True)
-    assert score_choices(rows[0], likelihoods) == {"acc": 1.0, "nll": 0.5}
-    assert score_choices(rows[1], [(-5.0, False)] * 8)["nll"] == 1.0

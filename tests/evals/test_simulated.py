@@ -10,7 +10,6 @@ import torch
 from evals import simulated
 from evals.simulated import LayerFormat, SimulatedCache
 from hfkvq.measure.divergence.naming import find_other
-from hfkvq.measure.texts import KINDS, read_text
 from tests.caches.models import build, prompt
 
 LEVELS = {
@@ -112,30 +111,6 @@ def test_the_first_and_last_layers_stay_whole() -> None:
     model = build("qwen3", num_hidden_layers=5)
     forms = simulated.TurboQuant().forms(model, None, prompt(1, 8))
     assert [form is not None for form in forms] == [False, False, True, False, False]
-
-
-def test_calibration_text_is_of_no_window(tokenizer, monkeypatch) -> None:
-    # The ends of the texts have more tokens than are asked for, and are tokenized in a fraction of the time.
-    monkeypatch.setattr(simulated, "read_text", end_of_text)
-    rows = simulated.calibration_rows(tokenizer, torch.zeros(1, 64, dtype=torch.long), 8192, 4096)
-    assert [len(row) for row in rows] == [1024] * 8
-    # A window that holds the end of the first row, from somewhere in it on.
-    window = torch.tensor([[5] * 8 + rows[0][500:]])
-    others = simulated.calibration_rows(tokenizer, window, 8192, 4096)
-    assert rows[0] not in others
-    assert len(others) == 8
-    with pytest.raises(ValueError, match="nothing is left to calibrate"):
-        simulated.calibration_rows(tokenizer, everything(tokenizer), 8192, 4096)
-
-
-def end_of_text(kind: str) -> str:
-    return read_text(kind)[-40_000:]
-
-
-def everything(tokenizer) -> torch.Tensor:
-    ids = [tokenizer(end_of_text(kind), add_special_tokens=False).input_ids for kind in KINDS]
-    size = max(map(len, ids))
-    return torch.tensor([[0] * (size - len(each)) + each for each in ids])
 
 
 def test_fp4_by_hand() -> None:

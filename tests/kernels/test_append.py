@@ -88,39 +88,6 @@ def test_every_token_in_its_place(backend, case):
         assert torch.equal(bits(a), bits(b))
 
 
-def test_any_strides(backend):
-    """Keys that are a slice of something larger, values with the head dim outermost."""
-    store = store_of(4, 16)
-    new, counters, windows = arguments(3, 4)
-    keys = torch.randn(3, 5, 9, 2 * 64)[:, 1:3, ::3, ::2]
-    values = new[1].permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
-    got = run(backend, [keys, values], counters, windows, store)
-    expected = by_hand([keys, values], counters, windows, store)
-    for a, b in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
-        assert torch.equal(bits(a), bits(b))
-
-
-def test_step_by_step_is_all_at_once(backend):
-    store = store_of(6, 64, 16)
-    new, counters, windows = arguments(14, 6)
-    expected = run(backend, new, counters, windows, store)
-    at = 0
-    for count in (1, 4, 1, 8):
-        counters, windows = run(backend, [x[:, :, at : at + count] for x in new], counters, windows, store)
-        at += count
-    assert torch.equal(counters, expected[0])
-    for a, b in zip(windows, expected[1], strict=True):
-        assert torch.equal(bits(a), bits(b))
-
-
-def test_no_tokens_is_nothing(backend):
-    new, counters, windows = arguments(0, 4)
-    got_counters, got = run(backend, new, counters, windows, store_of(4))
-    assert torch.equal(got_counters, counters)
-    for a, b in zip(got, windows, strict=True):
-        assert torch.equal(bits(a), bits(b))
-
-
 def test_more_tokens_than_slots():
     new, counters, windows = arguments(18, 4)
     with pytest.raises(ValueError, match="allowed at most 17"):

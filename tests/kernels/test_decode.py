@@ -364,15 +364,6 @@ def test_small_values_of_small_probability(triton_backend):
     assert_as_good_as_torch(decode(layer, triton_backend, 1.0), exact, plain)
 
 
-def test_any_room_of_shared_memory_will_do(triton_backend):
-    """A program that asks for more than there is counts as one that runs alone."""
-    case = Case(runs="16t256p32/16t256p32", heads=1, head_dim=256, value_dim=256, dtype=torch.float16)
-    layer = build(case)
-    with launch_parameters("decode", stages=5 if triton_backend.type == "cpu" else 1):
-        got = decode(layer, triton_backend, 0.1)
-    assert_as_good_as_torch(got, attend(layer, torch.float64, 0.1), attend(layer, case.dtype, 0.1))
-
-
 @pytest.mark.parametrize("name", ["2c-2t-raised-4-16", "values-lag", "two-runs", "rotated-blocks"])
 def test_a_row_is_the_same_alone(backend, name):
     """What the batch mates of a row hold changes nothing, not even which splits add up to it."""
@@ -515,36 +506,6 @@ def test_short_rows_have_parts_of_pages_as_programs(monkeypatch, backend, runs, 
     long = plan(layer.case.store.spec, query, windows, (64,), scoring, torch.device("cpu"), 0, False, 0)
     assert long.launches[0].numbers["MODE"] & pair_format.FINE == 0
     assert long.launches[0].constants["SHAPE"].FORMATS[0].step == (128 if runs[0] == "2" else 64)
-
-
-@pytest.mark.parametrize("backend", ["interpret"], indirect=True)
-@pytest.mark.parametrize("processors", [1, 132])
-def test_short_rows_of_wide_tables_have_parts_of_pages_as_programs(monkeypatch, backend, processors):
-    """Rows with as few steps as there are splits, beside one that has more of them where splits are few."""
-    pair_format = pytest.importorskip("hfkvq.kernels.triton.pair_format")
-    from hfkvq.kernels.triton import decode_plan as planner
-
-    layer = build(
-        Case(
-            runs="4t128p128/4t128p128", heads=1, head_dim=128, value_dim=128, dtype=torch.bfloat16, sink=0,
-            tail=(50, 50), pages=3, lengths=[384 + 20, 128 + 30, 40], starts=[0, 0, 0], keys=[[384], [128], [0]],
-            values=[[384], [128], [0]],
-        )
-    )  # fmt: skip
-    # Blocks that no row has.
-    layer.runs[0] = torch.nn.functional.pad(layer.runs[0], (0, 61))
-    monkeypatch.setattr(planner, "multiprocessors", lambda device: processors)
-    planner.plan_of.cache_clear()
-    query = planner.Queries(tuple(layer.q.shape), layer.q.stride(), torch.bfloat16, torch.bfloat16)
-    scoring = planner.Scoring(None, None, 0.1, 0.0)
-    windows = (1, 128, 50, 50, torch.bfloat16)
-    plan = planner.plan_of(layer.case.store.spec, query, windows, (64,), scoring, torch.device("cpu"), 0, False, 0)
-    numbers = plan.launches[0].numbers
-    assert numbers["MODE"] & (pair_format.FINE | pair_format.SPARSE) == pair_format.SPARSE
-    assert (numbers["PAGES0"] >= 6) == (processors > 1)
-    got = decode(layer, backend, 0.1)
-    planner.plan_of.cache_clear()
-    assert_as_good_as_torch(got, attend(layer, torch.float64, 0.1), attend(layer, torch.bfloat16, 0.1))
 
 
 # Formats that the loop over pages takes in ways of their own.

@@ -139,37 +139,6 @@ def test_cases_are_what_they_are_called(name):
         assert any((row.diff() < 0).any() for row in index[0])
 
 
-def drawn(generator):
-    """Rows as stores have them, and windows that differ by side."""
-
-    def draw(low, high):
-        return int(torch.randint(low, high + 1, (1,), generator=generator))
-
-    local, unit = [draw(0, 20) for _ in "kv"], [(1, 8, 16)[draw(0, 2)] for _ in "kv"]
-    tails = [own + step - 1 + draw(1, 16) for own, step in zip(local, unit, strict=True)]
-    sink, rows = draw(0, 9), []
-    for _ in range(draw(1, 9)):
-        # What a side lacks is in its tail.
-        rest = draw(0, 90)
-        sealed = [
-            max(-(-max(rest - tail, 0) // step) * step, (rest - draw(0, tail)) // step * step)
-            for tail, step in zip(tails, unit, strict=True)
-        ]
-        rows.append((draw(0, sink) if rest == 0 else sink + rest, *sealed))
-    most = [draw(0, tail) for tail in tails]
-    return {"rows": rows, "sink": sink, "tails": tails, "local": local, "unit": unit, "most": most}
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_drawn_rows(device, seed):
-    case = drawn(torch.Generator().manual_seed(seed))
-    counters = counters_of(case["rows"]).to(device)
-    before, expected = counters.clone(), by_hand(**case)
-    got = due(counters, **{name: x for name, x in case.items() if name != "rows"})
-    assert_same(got, expected)
-    assert torch.equal(counters[RUNS:], before[RUNS:] + expected[0].to(device))
-
-
 def test_slots_hold_the_oldest_tokens(backend):
     """Tokens that tell their position, appended as steps append them: the tail has gone round by then."""
     sink, tails, sealed = 4, (13, 24), (24, 16)

@@ -184,14 +184,6 @@ def test_the_newest_of_a_window(backend, name, side):
 
 
 @pytest.mark.parametrize("name", ["2c-2t", "two-runs"])
-def test_fewer_columns_than_tokens(backend, name):
-    layer = build(CASES[name])
-    whole = gather(layer, backend, "keys")
-    for columns in (0, 1, 50):
-        assert torch.equal(gather(layer, backend, "keys", columns), whole[:, :, :columns])
-
-
-@pytest.mark.parametrize("name", ["2c-2t", "two-runs"])
 def test_windows_behind_more_columns_than_one_program_takes(backend, name):
     """Rows that begin in the second program of what no page holds, and end on either side of a third."""
     near, layer = build(CASES[name]), build(replace(CASES[name], starts=[1984, 1100]))
@@ -320,14 +312,3 @@ def test_requests_of_kernel_and_reference(triton_backend, spec, dtype, windowed)
     expected = reference("gather_requests")(*fresh, units, requests, run, windows, tokens, store.spec)
     found = gather_on(triton_backend, *given)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-
-
-@pytest.mark.interpreted
-def test_opcheck_of_requests(backend):
-    store, fresh, *rest = requests_of("4t128p32/2t128p32", torch.float32, True)
-    units, requests, run, windows, tokens = rest
-    torch.library.opcheck(
-        torch.ops.hfkvq.gather_requests.default,
-        (*fresh, units, requests, run, windows, tokens, store.spec),
-        test_utils="test_schema",
-    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfkvq.kernels import PageFormat, channel_widths, dequantize_pages, quantize_pages
-from hfkvq.kernels.groups import F16_MAX, MOST, Groups
+from hfkvq.kernels.groups import MOST, Groups
 
 
 def group(values, levels=3.0):
@@ -49,16 +49,6 @@ def test_least_squares_by_hand():
     assert zero.item() == pytest.approx(base.item(), abs=1e-3)
 
 
-def test_one_far_element_is_given_up_by_squares_alone():
-    """By the fourth power it weighs more than all the others."""
-    torch.manual_seed(42)
-    x = torch.rand(1, 1, 8, 64)
-    x[..., 7] = 3.0
-    scale = {fit: quantize_pages(x, PageFormat(2, "token", 64, 8, fit=fit), "values")[1] for fit in (0, 2, 4)}
-    assert (scale[2] < scale[4]).all()
-    assert (scale[4] <= scale[0]).all()
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e30])
 def test_what_is_not_finite_in_f16_does_not_count(bad):
     """Scales are those of the rest."""
@@ -67,12 +57,6 @@ def test_what_is_not_finite_in_f16_does_not_count(bad):
     scales = Groups(torch.cat([rest, torch.tensor([[bad]])], 1), 3.0, -1).scales(2)
     assert torch.equal(torch.stack(scales), torch.stack(Groups(rest, 3.0, -1).scales(2)))
     assert [float(x) for x in group([bad] * 4).scales(2)] == [0.0, 0.0]
-
-
-def test_scales_of_extremes_stay_finite():
-    for x in ([-F16_MAX, F16_MAX] * 4, [F16_MAX] * 8, [-F16_MAX] * 7 + [1.0], [1e-30, -1e-30] * 4, [2.0**-24, 0.0] * 4):
-        for levels in (3.0, 15.0):
-            assert torch.stack(group(x, levels).scales(2)).isfinite().all()
 
 
 @pytest.mark.parametrize(("bits", "size", "fit"), [(8, 32, 2), (16, 32, 3), (2, 32, 1), (4, 2 * MOST, 4)])

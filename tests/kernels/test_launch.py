@@ -16,37 +16,12 @@ from hfkvq.kernels.decode import LENGTH
 from hfkvq.kernels.dispatch import _enabled
 from hfkvq.kernels.triton import configs
 from hfkvq.kernels.triton import launch as launch_module
-from hfkvq.kernels.triton.launch import Launch, is_watched, room_of
-from hfkvq.kernels.triton.limits import LIMITS, programs_that_fit
+from hfkvq.kernels.triton.launch import Launch, is_watched
 from tests.kernels import test_append, test_seal
-from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build, launch_parameters
+from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("gpu", "registers", "shared", "most", "room"),
-    [
-        # Registers allow twelve programs.
-        ((9, 0), 168, 16384, 8, 28160),
-        ((9, 0), 168, 16384, 12, 0),
-        # Registers allow eight, or shared memory does.
-        ((9, 0), 209, 16384, 8, 0),
-        ((9, 0), 168, 28160, 8, 0),
-        # Shared memory is at most what a launch gets without opting in.
-        ((9, 0), 168, 16384, 2, 48 << 10),
-        # A GPU of unknown limits.
-        ((99, 0), 168, 16384, 8, 0),
-    ],
-)
-def test_programs_beyond_those_planned_are_kept_out(monkeypatch, gpu, registers, shared, most, room):
-    monkeypatch.setattr(launch_module, "capability", lambda device: gpu)
-    metadata = SimpleNamespace(num_warps=1, shared=shared)
-    compiled = SimpleNamespace(n_regs=registers, metadata=metadata, packed_metadata=(1, 1, shared))
-    assert room_of(compiled, CPU, most) == room
-    if room and most > 2:
-        assert programs_that_fit(LIMITS[gpu], registers, 1, room) == most
 
 
 class Kernel:
@@ -151,14 +126,6 @@ def noted(monkeypatch):
     configs.renew()
 
 
-def decoded(ran, work):
-    """Grid and constants of the page loop."""
-    ran.clear()
-    work.do()
-    (found,) = [(grid, constants) for name, grid, constants in ran if name == "decode_kernel"]
-    return found
-
-
 def seal_some(pool, seed):
     """Seals pages of new tensors, in pools of another size."""
     parts, *call = test_seal.arguments("2c8p16+4x8+16x8", "keys", 32, torch.float16)
@@ -179,29 +146,6 @@ def test_calls_that_are_alike_share_a_plan(noted):
         assert again == 0 or not made
         made.clear()
     assert {"append_kernel", "decode_kernel", "seal_channel_kernel"} <= {name for name, *_ in ran}
-
-
-def test_launch_parameters_are_in_force_at_once(noted):
-    """Plans made of other parameters are not taken; within one edition they are kept."""
-    made, ran = noted
-    work = Work(CPU)
-    grid, before = decoded(ran, work)
-    assert "maxnreg" not in before
-    with launch_parameters("decode", max_registers=96):
-        limited = decoded(ran, work)
-        assert limited == (grid, before | {"maxnreg": "96"})
-        with launch_parameters("decode", step=32, stages=3):
-            _, finer = decoded(ran, work)
-            assert finer["maxnreg"] == "96"
-            assert finer["SHAPE"] != before["SHAPE"]
-        assert decoded(ran, work) == limited
-    assert decoded(ran, work) == (grid, before)
-    made.clear()
-    assert decoded(ran, work) == (grid, before)
-    assert not made
-    configs.renew()
-    assert decoded(ran, work) == (grid, before)
-    assert made
 
 
 # Kernels, several times over: tensors are new each time.

@@ -38,26 +38,6 @@ def test_by_hand(backend, axis):
     assert got.tolist() == pytest.approx([(large if i == 3 else small) / mean for i in range(8)], rel=1e-3)
 
 
-def test_rank_one_by_hand(backend):
-    """x = u v but for signs: tokens are to channels as u is, and more rounds find nothing better."""
-    u, v = torch.tensor([4.0, 4, 4, 5, 5, 5, 4, 5]), torch.tensor([1.0, -1.25, 1, -1])
-    x = (u[:, None] * v[None, :]).to(backend)
-    x[::2] *= -1
-    expected = u / u.mean()
-    for rounds in (1, 2, 7):
-        assert norms_of(x, "channel", rounds).tolist() == pytest.approx(expected.tolist(), rel=1e-3)
-
-
-@pytest.mark.parametrize("axis", ["channel", "token"])
-def test_nothing_to_gain_is_factors_of_one(backend, axis):
-    """A page that is even already, one of zeros, and one whose rows are constant, hence exact."""
-    index = torch.arange(16)
-    constant = (index[None, :] + 1.0).expand(16, 16) if axis == "channel" else (index[:, None] + 1.0).expand(16, 16)
-    for x in (torch.zeros(16, 16), torch.where((index[:, None] + index) % 2 == 0, 1.0, -1.0), constant):
-        assert (norms_of(x.contiguous().to(backend), axis, 3) == 1).all()
-    assert (norms_of(torch.randn(16, 16, device=backend), axis, 0) == 1).all()
-
-
 SHAPES = [("channel", 32, 64), ("token", 32, 64), ("channel", 24, 80), ("token", 8, 72)]
 
 
@@ -140,22 +120,6 @@ def test_balanced_as_the_authors_do(backend, kind, axis, side, bits):
     apart = np.abs(codes - released_codes(tile, expected, bits))
     assert apart.max() <= 1
     assert (apart > 0).mean() < 0.01
-
-
-@pytest.mark.parametrize(("axis", "side"), [("channel", "keys"), ("token", "values")])
-def test_outliers_along_the_other_axis_cost_less(axis, side):
-    """What it is for: large tokens among keys, large channels among values."""
-    torch.manual_seed(0)
-    x = torch.randn(1, 1, 128, 128)
-    size = torch.randn(128).mul(0.6).exp()
-    x = x * (size[:, None] if axis == "channel" else size)
-    fmt = PageFormat(2, axis, 128, 128, normed=True)
-    norm = page_norms(x, torch.arange(128, dtype=torch.int32)[None], axis, 128)[:, :, 0]
-    error = [
-        (dequantize_pages(quantize_pages(x, fmt, side, None, own), fmt, side, 128) - x).square().mean()
-        for own in (None, norm)
-    ]
-    assert error[1] < 0.5 * error[0]
 
 
 @pytest.mark.interpreted

@@ -90,30 +90,6 @@ def test_error_is_half_a_step(fmt, kind, seed):
     assert ((got - x).abs() <= limit * (1 + 1e-4)).all()
 
 
-@given(st.sampled_from(FORMATS), st.sampled_from(["nan", "inf", "-inf", "1e9"]), st.integers(0, 2**32 - 1))
-@settings(deadline=None, max_examples=50)
-def test_an_element_that_is_not_finite_moves_no_other(fmt, bad, seed):
-    """A group's range leaves such elements out, so the codes of its other tokens are as if they were inside it."""
-    x = numbers(seed, "plain")
-    clean = x.clone()
-    token, channel = 5, 11
-    # Inside the range of its own group whatever the axis: equal to a neighbour in that group.
-    neighbour = (token + 1, channel) if fmt.axis == "channel" else (token, channel - 1)
-    clean[:, :, token, channel] = clean[(..., *neighbour)]
-    x[:, :, token, channel] = float(bad)
-    got, expected = (dequantize_pages(quantize_pages(t, fmt, "keys"), fmt, "keys", 32) for t in (x, clean))
-    same = torch.ones(16, 32, dtype=torch.bool)
-    same[token, channel] = False
-    assert torch.equal(got[..., same], expected[..., same])
-    assert torch.isfinite(got).all()
-
-
-def test_a_group_of_nothing_finite_is_zero():
-    fmt = PageFormat(2, "channel", 16, 16)
-    got = dequantize_pages(quantize_pages(torch.full((1, 1, 16, 8), torch.nan), fmt, "keys"), fmt, "keys", 8)
-    assert torch.equal(got, torch.zeros_like(got))
-
-
 @pytest.mark.parametrize("fmt", FORMATS + NORMED, ids=spec_id)
 def test_spec_is_reversible(fmt):
     assert PageFormat.parse(fmt.spec) == fmt

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hfkvq.kernels import PageFormat, channel_widths, dequantize_pages, page_norms, quantize_pages, seal
+from hfkvq.kernels import PageFormat, channel_widths, page_norms, seal
 from hfkvq.kernels.seal import _seal
 from tests.kernels.stores import poison
 
@@ -197,16 +197,6 @@ def test_kernel_is_reference_on_adverse_data(triton_backend, spec, side, head_di
         assert same(a, b), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("spec", ["2c32p32+4x8", "2t64p32", "8t64p16", "16t64p16"])
-def test_kernel_is_reference_in_every_dtype(triton_backend, spec, dtype):
-    parts, *call = arguments(spec, "keys", 64, dtype)
-    expected = by_reference(parts, call, spec, "keys")
-    got = run(triton_backend, parts, call, spec, "keys")
-    for name, a, b in zip(PageFormat.parse(spec).names, got, expected, strict=True):
-        assert same(a, b), name
-
-
 def test_fp8_rounds_to_even_and_saturates(backend):
     """Every e4m3 value, every midpoint of two and its neighbours, each sign: as torch rounds."""
     exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -305,67 +295,6 @@ def test_only_what_is_due_is_written(backend, spec, side, head_dim):
         assert torch.equal(part.view(torch.uint8)[rest], before.view(torch.uint8)[rest])
         if part.dim() == 4 and part.shape[0] == ROWS * PAGES + 1:
             assert not torch.equal(part.view(torch.uint8)[sorted(due)], before.view(torch.uint8)[sorted(due)])
-
-
-@pytest.mark.interpreted("2c128p128", "2c32p64+4x20+16x5", "2t128p128", "8t64p64", "16t64p64", "2c16p32n+4x20+16x5")
-@pytest.mark.parametrize(("spec", "side", "head_dim"), FORMATS)
-def test_nothing_due_is_nothing_written(backend, spec, side, head_dim):
-    parts, table, count, new, *call = arguments(spec, side, head_dim)
-    got = run(backend, parts, (table, count, torch.zeros_like(new), *call), spec, side)
-    for part, before in zip(got, parts, strict=True):
-        assert torch.equal(part.view(torch.uint8), before.view(torch.uint8))
-
-
-@pytest.mark.parametrize(("spec", "side", "head_dim"), [("4t16p40", "values", 80), ("2t32p64", "keys", 64)])
-def test_a_few_at_a_time_is_all_at_once(backend, spec, side, head_dim):
-    """Per-token pages filled a few tokens a step hold what they hold when filled in one go."""
-    parts, table, count, new, source, index, _ = arguments(spec, side, head_dim)
-    expected = run(backend, parts, (table, count, new, source, index, None), spec, side)
-    for done in range(0, index.shape[1], 9):
-        due = (new - done).clamp(0, 9)
-        call = (table, count + new.clamp(max=done), due, source, index[:, done : done + 9], None)
-        parts = run(backend, parts, call, spec, side)
-    for a, b in zip(parts, expected, strict=True):
-        assert same(a, b)
-
-
-@pytest.mark.parametrize("spec", ["2c32p64+4x20+16x5", "4t16p40"])
-def test_sealed_pages_are_quantized_pages(backend, spec):
-    """What stands in the first page of row 0 is what quantizing those tokens alone gives."""
-    fmt = PageFormat.parse(spec)
-    parts, table, count, new, source, index, widths = arguments(spec, "keys", 80)
-    count[0] = 0
-    got = run(backend, parts, (table, count, new, source, index, widths), spec, "keys")
-    tokens = source[:1, :, index[0, : fmt.page_size].long()]
-    expected = quantize_pages(tokens, fmt, "keys", None if widths is None else widths[:1, :, 0])
-    page = [part[table[0, 0].long()][None] for part in got]
-    assert torch.equal(dequantize_pages(page, fmt, "keys", 80), dequantize_pages(expected, fmt, "keys", 80))
-
-
-def test_factors_without_a_place_are_refused():
-    parts, *call = arguments("2c32p64", "keys", 80)
-    with pytest.raises(ValueError, match="format 2c32p64, which is not normed"):
-        seal(parts, *call, PageFormat.parse("2c32p64"), "keys", norm=norms(call, "2c32p64n"))
-
-
-@pytest.mark.parametrize("spec", ["2c32p32n+4x8", "4t16p24n"])
-def test_no_factors_are_factors_of_one(backend, spec):
-    """A normed page without factors is the page without a place for them, and ones."""
-    parts, *call = arguments(spec, "keys", 80)
-    call, fmt, plain = (
-        [None if x is None else x.to(backend) for x in call],
-        PageFormat.parse(spec),
-        spec.replace("n", ""),
-    )
-    parts = dict(zip(fmt.names, (part.to(backend) for part in parts), strict=True))
-    others = [part.clone() for name, part in parts.items() if name != "norm"]
-    seal(list(parts.values()), *call, fmt, "keys")
-    due = call[0][0, 0].long()
-    if fmt.axis == "channel":
-        seal(others, *call, PageFormat.parse(plain), "keys")
-        for (name, part), other in zip(((n, x) for n, x in parts.items() if n != "norm"), others, strict=True):
-            assert same(part.cpu(), other.cpu()), name
-    assert (parts["norm"][due] == 1).all()
 
 
 @pytest.mark.interpreted

@@ -175,12 +175,6 @@ def test_keys_in_trellis_codes_are_of_one_kind(given, words):
         PageFormat(**{"bits": 1, "axis": "channel", "group_size": 128, "page_size": 128, "trellis": True, **given})
 
 
-@pytest.mark.parametrize("given", [{"bits": 4}, {"normed": True}, {"fit": 2}], ids=lambda given: next(iter(given)))
-def test_other_formats_have_no_trellis(given):
-    with pytest.raises(ValueError, match="trellis: got pages of"):
-        PageFormat(**{"bits": 2, "axis": "token", "group_size": 32, "page_size": 128, "trellis": True, **given})
-
-
 def test_keys_and_odd_heads_are_refused():
     fmt = PageFormat(2, "token", 20, 128, trellis=True)
     with pytest.raises(ValueError, match="keys: trellis codes of keys have a scale per channel"):

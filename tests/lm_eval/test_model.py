@@ -114,22 +114,6 @@ def test_log_likelihood_by_hand(subject, make, chunk):
     close(found, expected, 2e-5)
 
 
-def test_batch_mates_and_shared_contexts_change_nothing(make):
-    alone, together = make(**KITTY, batch_size=1), make(**KITTY, batch_size=5)
-    # A matrix product of other shape may round a key to the next code.
-    close(score(together, pairs(3)), score(alone, pairs(3)), 2e-3)
-    prompts = sentences(5, 12)
-    assert generate(together, prompts, max_gen_toks=8) == generate(alone, prompts, max_gen_toks=8)
-
-
-def test_more_endings_than_rows(make):
-    """One context, prefilled once, and continued in several batches."""
-    context = sentences(1, 30)[0]
-    endings = [f" and {word} came" for word in WORDS[:5]] + [" and"]
-    many = [(context, end) for end in endings]
-    close(score(make(**KITTY, batch_size=2), many), score(make(**KITTY, batch_size=16), many), 2e-3)
-
-
 def test_what_the_cache_loses_is_seen(make):
     """Compression shows in the first token behind a prompt, too."""
     many = [(text, ".") for text in sentences(3, 24)]
@@ -238,13 +222,6 @@ class TestCosts:
         figures = figures_of(lm)
         assert figures["total_bits"] == pytest.approx(16 * memory.compressed.total / memory.bf16)
         assert figures["peak_cache_bytes"] == memory.total
-
-    def test_stock_cache_has_sixteen_bits(self, make):
-        """The same count for Transformers' own cache; its padding is part of what it holds."""
-        lm = make(scheme="bf16")
-        generate(lm, sentences(1, 20))
-        # float32.
-        assert figures_of(lm)["total_bits"] == 32
 
 
 class TestBadInput:

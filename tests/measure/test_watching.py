@@ -83,18 +83,6 @@ def test_a_live_picture(quick):
         assert word in told.getvalue()
 
 
-def test_lines_without_a_terminal(quick):
-    """One at the beginning and one at the end, if it is not long."""
-    model, told = build("llama"), io.StringIO()
-    cache = MixedKVCache(model, small("kitty-pro"))
-    with hfkvq.watch(cache, Console(file=told, width=100)):
-        model.generate(prompt(2, 40), past_key_values=cache, max_new_tokens=8, do_sample=False)
-    lines = told.getvalue().splitlines()
-    assert 1 <= len(lines) <= 2
-    assert lines[-1].startswith("0 s: users 2, tokens ") or lines[-1].startswith("1 s: users 2, tokens ")
-    assert " bits" in lines[-1]
-
-
 def test_forgotten_tokens_are_told(quick):
     model, told = build("llama"), io.StringIO()
     cache = MixedKVCache(model, memory="64MiB", evict="snapkv")

@@ -106,15 +106,6 @@ def test_tokens_are_those_of_generate(model, scheme):
         assert tokens == expected[0, len(ids) :].tolist()
 
 
-def test_pages_are_read_whatever_way_a_batch_takes(model):
-    """Steps by block tables and steps among prompts give the same tokens."""
-    inputs = prompts(200, 40, 90)
-    with serving.enable(model, "saw-int4"):
-        tables = together(model, inputs, settings(max_blocks_per_request=2))
-        without = together(model, inputs)
-    assert tables == without
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process")
 def test_kernels_take_the_blocks(model):
     """Triton's, interpreted: views of the engine's bytes, tables of its blocks, sources that rows share."""

@@ -183,24 +183,6 @@ def test_all_go_down_rather_than_wait(model, monkeypatch):
     assert max(engine.waiting) > 0
 
 
-def test_queries_weigh_channels_as_the_model_made_them(model):
-    """Magnitudes of a prompt's queries do not depend on the smoothing of keys."""
-    (ids,) = prompts(100)
-    with Engine(model) as engine:
-        found = []
-        for _ in range(2):
-            engine.ask(ids)
-            engine.step()
-            found.append({layer: x.clone() for layer, x in engine.pages._queries.items()})
-            engine.pages.step_down()
-        assert engine.pages.smoothings[1]
-        assert engine.pages.rung == 2
-        for layer, own in found[0].items():
-            # The second prompt comes with a step of the first.
-            torch.testing.assert_close(found[1][layer], own, rtol=0.1, atol=1e-6)
-        engine.run()
-
-
 def test_a_prompt_that_16_bits_do_not_hold_begins_below(model):
     (ids,) = prompts(700)
     with Engine(model, "3MiB", new=5, max_batch_tokens=1024) as engine:

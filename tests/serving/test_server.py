@@ -124,34 +124,6 @@ def test_tokens_that_wait_in_16_bits(source, scheme, given):
     assert scheme or (held["hfkvq_bits"] == 32 and held["hfkvq_room"] < 64 * 2**20)
 
 
-def test_many_at_once(client):
-    """The same question among others gets the answer that it gets alone."""
-    alone = ask(client).choices[0].message.content
-    found = {}
-
-    def one(number):
-        other = [{"role": "user", "content": f"Compute {number} + 3."}]
-        found[number] = ask(client, messages=QUESTION if number % 2 else other).choices[0].message.content
-
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {found[number] for number in (1, 3, 5)} == {alone}
-
-
-def test_a_request_longer_than_the_model_is_refused(server, client):
-    """And the next one is answered."""
-    import openai
-
-    ask(client)
-    with pytest.raises(openai.BadRequestError, match="the model has no more positions"):
-        ask(client, messages=[{"role": "user", "content": "12 " * 9000}])
-    assert ask(client).choices[0].message.content
-    assert metrics(server)["hfkvq_requests"] == 0
-
-
 def test_a_client_that_goes_away_leaves_nothing_behind(server, client):
     """Its request ends long before its answer would, it has no block any more, and the next one is answered."""
     stream = client.chat.completions.create(
@@ -447,37 +419,6 @@ def test_the_served_model_is_listed(server, client):
             urllib.request.urlopen(server.url.replace("v1", path), b"{}")
 
 
-def test_an_answer_that_is_not_streamed_ends_with_its_client(server):
-    body = json.dumps(
-        {"messages": QUESTION, "generation_config": json.dumps({"eos_token_id": -1, "max_new_tokens": 700})}
-    ).encode()
-    port = int(server.url.split(":")[2].split("/")[0])
-    for _ in range(2):
-        # The same name again: the first request is forgotten.
-        with socket.create_connection(("localhost", port)) as client:
-            client.sendall(
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nX-Request-ID: gone\r\nContent-Length: %d\r\n"
-                b"Content-Type: application/json\r\n\r\n%s" % (len(body), body)
-            )
-            deadline = time.monotonic() + 30
-            while not metrics(server)["hfkvq_requests"]:
-                assert time.monotonic() < deadline
-        tokens = 0
-        while held := metrics(server)["hfkvq_requests"]:
-            tokens = max(tokens, metrics(server)["hfkvq_tokens"])
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        assert held == 0
-        assert tokens < 300
-
-
-def test_another_model_is_refused(client):
-    import openai
-
-    with pytest.raises(openai.BadRequestError, match="400"):
-        client.chat.completions.create(model="other", messages=QUESTION)
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -492,12 +433,6 @@ def test_budgets_that_do_not_go(given, words):
     result = CliRunner().invoke(app, ["serve", "--device", "cpu", *given])
     assert result.exit_code == 2
     assert words in result.output.replace("\n", " ")
-
-
-def test_schemes_that_forget_are_refused():
-    result = CliRunner().invoke(app, ["serve", "--device", "cpu", "--scheme", "snapkv"])
-    assert result.exit_code == 2
-    assert "forgets tokens" in result.output.replace("\n", "")
 
 
 # The thread of a server that cannot listen ends by SystemExit.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from functools import partial
 
@@ -16,15 +15,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from evals.shapes import get_config
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme
 from hfkvq.caches import get_preset
-from hfkvq.caches.layer_state.tags import TokenRecord
-from hfkvq.caches.layers.memory import held_bytes
 from hfkvq.caches.steps import step_buffer
 from hfkvq.caches.store import KVStore
-from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.measure.models.outline import outline
 from hfkvq.measure.reference import load_reference
 from hfkvq.sizes import parse_size
-from hfkvq.tuning.fit import cache_bytes, layer, outline_of, weights_of
+from hfkvq.tuning.fit import cache_bytes, outline_of, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
 from tests.caches.driver import ALIKE, by_layout
 from tests.caches.graph_recorder import captured  # noqa: F401
@@ -88,43 +84,6 @@ def test_a_filled_cache_holds_what_was_computed(tiny, reader, name):
         assert total == cache_bytes(TINY, name, prompt + generated, 2, generated=generated, chunk=chunk, graphs=False)
 
 
-# A prompt in one go, and in chunks.
-@pytest.mark.parametrize(
-    ("name", "prompt", "chunk"),
-    [
-        *((name, 190, 60) for name in ("kitty-pro", "arkv")),
-        *((name, 197, None) for name in ("saw-int4", "triaxial")),
-    ],
-)
-def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
-    """The layers of a cache are fed as a model does; at the fullest, where a scheme evicts."""
-    config = LlamaConfig(**TINY.to_dict() | {"num_hidden_layers": 1})
-    kind, evicts = get_preset(name), get_scheme(name).evicts
-    if evicts:
-        kind = get_scheme(name, budget_tokens=150, window=min(get_scheme(name).window, 64))
-    cache, generated, most = MixedKVCache(config, kind, graphs=False), 100, 0
-    layer = cache.layers[0]
-    step = chunk or prompt
-    for size in [min(step, prompt - at) for at in range(0, prompt, step)] + [1] * generated:
-        x = torch.zeros(2, 2, size, 64)
-        layer.update(x, x)
-        query = x.repeat(1, 2, 1, 1)
-        if layer.buffer is None or layer.buffer.run(query, AttentionArguments(1.0)) is None:
-            layer.begin(None, size)
-            layer.finish(query, AttentionArguments(1.0))
-        if layer.seen >= prompt:
-            own = [] if layer.buffer is None else layer.buffer.memory()
-            total = held_bytes([*layer.store.state.tensors(), *layer.tensors(), *own])
-            most = max(most, total) if evicts else total
-    if "tags" in kind.needs:
-        record = TokenRecord(None)
-        for end in (*Arrival(prompt, chunk=chunk).ends(), *range(prompt + 1, prompt + generated + 1)):
-            record.note_step(torch.zeros(2, end - record.length, dtype=torch.int32), record.length)
-        most += sum(x.nbytes for x in record.tensors())
-    options = {"generated": generated, "chunk": chunk, "graphs": False}
-    assert most == cache_bytes(config, kind, prompt + generated, 2, **options)
-
-
 @pytest.mark.parametrize(
     ("name", "prompt", "chunk"),
     [
@@ -140,12 +99,6 @@ def test_buffers_of_captured_steps(captured, tiny, reader, name, prompt, chunk, 
     assert total == cache_bytes(TINY, name, prompt + 45, 2, generated=45, chunk=chunk, headroom=0.01)
 
 
-@pytest.mark.parametrize("name", ["kitty", "int4"])
-@pytest.mark.parametrize("prompt", [1, 127, 128, 129, 159, 160])
-def test_around_the_borders_of_pages(tiny, reader, name, prompt):
-    assert held(tiny, made(tiny, name, reader), prompt) == cache_bytes(TINY, name, prompt, 2, graphs=False)
-
-
 @pytest.mark.parametrize(
     ("name", "knobs"),
     [
@@ -158,44 +111,6 @@ def test_a_budget_of_tokens_or_bytes(tiny, name, knobs):
     scheme = get_scheme(name, **knobs)
     for prompt in (300, 333):
         assert held(tiny, MixedKVCache(TINY, scheme), prompt) == cache_bytes(TINY, scheme, prompt, 2, graphs=False)
-
-
-@pytest.mark.parametrize("name", ["arkv-origin", "arkv-quant"])
-@pytest.mark.parametrize("budget", [20_000, 30_000])
-def test_a_budget_of_bytes_in_bf16(tiny, name, budget):
-    """Prompts are cut before they are stored then, where a whole token takes less than two in few bits."""
-    model, scheme = copy.deepcopy(tiny).bfloat16(), get_scheme(name, budget_bytes=budget)
-    for prompt in (300, 333):
-        total = held(model, MixedKVCache(TINY, scheme), prompt)
-        assert total == cache_bytes(TINY, scheme, prompt, 2, torch.bfloat16, graphs=False)
-
-
-@pytest.mark.parametrize(
-    ("name", "chunk"), [("pyramidkv", None), ("streaming-llm+kitty-pro", 90), ("h2o+saw-int4", None), ("tova", 90)]
-)
-def test_long_prompts_under_a_budget_are_those_of_their_last_pieces(name, chunk, monkeypatch):
-    """Of millions of tokens only some are simulated, layer by layer."""
-    preset = get_preset(name)
-    knobs = {"budget_tokens": 100, "window": 16, **({"trim_every": 24} if name == "tova" else {})}
-    scheme, counted = get_scheme(preset.scheme, **knobs), layer._Kind.shortened
-    found = []
-    for whole in (False, True):
-        layer_bytes.cache_clear()
-        layer._prompts.cache_clear()
-        monkeypatch.setattr(layer._Kind, "shortened", (lambda _, come: come.prompt) if whole else counted)
-        found.append(
-            [
-                layer_bytes(scheme, 2, 64, 64, 2, 2, Arrival(prompt, 40, chunk), place=place)
-                for prompt in (1500, 1517)
-                for place in ((0, 4), (2, 4))
-            ]
-        )
-    layer_bytes.cache_clear()
-    layer._prompts.cache_clear()
-    assert found[0] == found[1]
-    kind = layer._Kind(scheme, 64, 64, 2, False, False, (0, 4), 0)
-    monkeypatch.setattr(layer._Kind, "shortened", counted)
-    assert kind.shortened(Arrival(1500, 40, chunk)) < 900
 
 
 @pytest.mark.parametrize("name", ["kitty-pro", "saw-int4"])
@@ -256,11 +171,6 @@ class TestKnownModels:
             assert cache_bytes(config, None, 131072, 3) == 3 * 131072 * kib * KIB
         assert outline_of(LLAMA_31_8B).positions == 131072
 
-    def test_bits_of_a_long_context_are_those_of_the_pages(self):
-        elements = 131072 * 144 * KIB / 2
-        for name, bits in (("kitty-pro", 2.51), ("kitty", 2.38), ("saw-int4", 4.25), ("kivi-2", 3.0)):
-            assert cache_bytes(QWEN3_8B, name, 131072) * 8 / elements == pytest.approx(bits, abs=0.03)
-
 
 class TestUse:
     @pytest.mark.parametrize(
@@ -273,19 +183,6 @@ class TestUse:
     def test_malformed_sizes(self, text):
         with pytest.raises(ValueError, match="24GiB"):
             parse_size(text)
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"context": 0}, "context: got 0"),
-            ({"batch": True}, "batch: got True"),
-            ({"context": 5, "generated": 6}, "no more than the context"),
-            ({"chunk": 16}, "chunk: got 16"),
-        ],
-    )
-    def test_numbers_out_of_range(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            cache_bytes(TINY, "kitty", **{"context": 100, **options})
 
     def test_stock_cache_is_dynamic_cache(self, tiny):
         cache = DynamicCache(config=TINY)

@@ -151,16 +151,6 @@ class TestCommand:
         monkeypatch.setattr(divergence, "measure_text", stopped)
         assert_refused(run(*options), "Stopped: no window was finished", 130)
 
-    @pytest.mark.parametrize(
-        ("arguments", "message", "code"),
-        [
-            (["--users", "9", "--schemes", "kitty"], "nothing holds 9 of this context, kitty lacks", 1),
-            (["--schemes", "bf16"], "schemes: got 'bf16', allowed one preset or more", 2),
-        ],
-    )
-    def test_bad_input(self, arguments, message, code):
-        assert_refused(run(*SMALL, *arguments), message, code)
-
 
 def test_latents_are_offered_what_attends_to_them():
     config = DeepseekConfig(num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=8, n_group=1, topk_group=1)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sqlite3
 
 import pytest
 
@@ -155,24 +153,6 @@ class TestStorage:
         loaded = load_study(storage, "mixkvq")
         assert [p.preset for p in loaded.points()] == [p.preset for p in study.points()]
         assert loaded.pick().number == study.pick().number
-
-    @pytest.mark.parametrize(
-        "damage",
-        [
-            "study_directions set direction = 'x'",
-            "study_user_attributes set value_json = '{'",
-            "trials set state = 'x'",
-        ],
-    )
-    def test_a_damaged_database(self, tmp_path, damage):
-        storage = f"sqlite:///{tmp_path}/tuning.db"
-        search(trials=2, storage=storage, name="one")
-        with contextlib.closing(sqlite3.connect(tmp_path / "tuning.db")) as database:
-            database.execute(f"update {damage}")
-            database.commit()
-        for read in (lambda: load_study(storage, "one"), lambda: search(trials=3, storage=storage, name="one")):
-            with pytest.raises(ValueError, match=r"storage: the study 'one' in sqlite.* is damaged"):
-                read()
 
     def test_another_study_under_the_name(self, tmp_path):
         storage = f"sqlite:///{tmp_path}/tuning.db"

@@ -67,19 +67,6 @@ def test_from_search_to_preset(tmp_path, small_model):
     assert_refused(done, "none of 3 trials is within total_bits <= 0.5; the closest is trial")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["kitty", "--space", "boost=0..1"], "space: kitty has no knob 'boost'"),
-        (["full", *SMALL], "space: 'full' has no knob that is searched by default"),
-        (["kitty", "--objective", "tasks"], "tasks: got none; name lm-eval's tasks"),
-        (["kitty", "--context", "64", "--prefill", "64"], "prefill: got 64"),
-    ],
-)
-def test_bad_input(arguments, message):
-    assert_refused(run(*arguments, "--device", "cpu"), message)
-
-
 def windows(tokenizer, rows=4, length=160):
     generator = torch.Generator().manual_seed(0)
     return torch.randint(3, len(tokenizer) - 64, (rows, length), generator=generator)

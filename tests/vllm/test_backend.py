@@ -277,23 +277,6 @@ def test_kernels_attend_as_the_reference_does(backend, monkeypatch, scheme, kind
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
-def test_tokens_are_stored_where_they_belong(backend, monkeypatch):
-    """Whatever the batches, bytes are those of all tokens at once, and no other block is written."""
-    parts, whole = Engine(backend, monkeypatch), Engine(backend, monkeypatch)
-    query, key, value = torch.randn(150, QUERY_HEADS, DIM), torch.randn(150, HEADS, DIM), torch.randn(150, HEADS, DIM)
-    parts.free = whole.free = [5, 9]
-    at = 0
-    for count in (3, 1, 120, 1, 1, 1, 1, 20, 2):
-        own = slice(at, at + count)
-        parts.run({"a": count}, query[own], key[own], value[own])
-        at += count
-    whole.free = [5, 9]
-    whole.run({"a": 150}, query, key, value)
-    assert torch.equal(parts.cache, whole.cache)
-    pages = whole.impl._pages.parts[0][0].flatten(1).any(1)
-    assert pages.nonzero().flatten().tolist() == [5, 9]
-
-
 def test_padding_writes_nothing_and_requests_share_blocks(backend, monkeypatch):
     engine = Engine(backend, monkeypatch)
     engine.random({"a": 130})

@@ -10,7 +10,7 @@ import pytest
 import hfkvq
 from hfkvq.caches.schemes.base import in_order
 from hfkvq.measure.presets import describe, figure
-from tests.command import assert_refused, invoke
+from tests.command import invoke
 
 
 def lost(preset: str) -> str:
@@ -86,16 +86,3 @@ def test_demo_makes_a_table_and_json(stand_in: Path, tmp_path: Path) -> None:
     assert saved["settings"]["seed"] == 3
     assert saved["dtype"] == "float32"
     assert {"torch", "transformers", "hfkvq", "python"} <= set(saved["versions"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tasks", ","], "tasks: got none"),
-    ],
-)
-def test_wrong_arguments_are_told_before_any_model_is_loaded(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hfkvq.measure.demo.prompts.load_model", lambda *a, **k: pytest.fail("the model was loaded"))
-    assert_refused(invoke("demo", *arguments), message)

@@ -88,22 +88,6 @@ def test_ctrl_c(stand_in: Path, text: Path, tmp_path: Path, monkeypatch: pytest.
     assert (part["rows"], part["text"]) == (whole["rows"], whole["text"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--context", "64", "--prefill", "64"], "prefill: got 64, allowed 2 to 63"),
-        (["--context", "5000"], "context: got 5000, but reference model has 4096 positions; use --context 4096"),
-        (["--windows", "0"], "--windows: got "),
-        (["--text", __file__, "--dataset", "b"], "choose --text or --dataset"),
-    ],
-)
-def test_wrong_arguments_are_told_before_any_model_is_loaded(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hfkvq.measure.models.load_model", lambda *a, **k: pytest.fail("the model was loaded"))
-    assert_refused(run(*arguments), message)
-
-
 def test_models_that_cannot_be_measured(encoder_decoder: Path, stand_in: Path, text: Path, tmp_path: Path) -> None:
     assert_refused(
         run("--model", str(encoder_decoder), "--text", str(text)),

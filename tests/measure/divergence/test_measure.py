@@ -10,7 +10,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.measure.divergence import Bill, Divergence, Measured, compare_logits, measure
-from hfkvq.measure.divergence.measurement import Stopped
 from tests.caches.models import build, prompt
 
 PREFILL = 160
@@ -127,33 +126,6 @@ def test_sliding_windows_and_latent_attention(tokens) -> None:
     for name in ("mistral-sliding", "gemma3", "deepseek-v3"):
         full = measure(build(name), tokens[:1, :60], ["full"], prefill=40).schemes[0]
         assert float(full.kld.max()) < 1e-5
-
-
-def test_ctrl_c_keeps_whole_batches(model, tokens) -> None:
-    """Those that all schemes have been measured on; the model is as it was."""
-    whole = measure(model, tokens[:1, :40], ["full", "kivi-2"], prefill=30)
-
-    def stop_at(call: int) -> Stopped:
-        count = iter(range(call))
-
-        def tell(*now) -> None:
-            if next(count, None) is None:
-                raise KeyboardInterrupt
-
-        with pytest.raises(Stopped) as stopped:
-            measure(model, tokens[:3, :40], ["full", "kivi-2"], prefill=30, on_progress=tell)
-        assert model.config._attn_implementation == "sdpa"
-        return stopped.value
-
-    assert stop_at(2).measured is None
-    # In the second batch, behind its baseline and one scheme.
-    part = stop_at(5).measured
-    assert part is not None
-    assert part.windows == 1
-    assert torch.equal(part.baseline.nll, whole.baseline.nll)
-    for one, other in zip(part.schemes, whole.schemes, strict=True):
-        assert torch.equal(one.kld, other.kld)
-        assert one.bill == other.bill
 
 
 @pytest.mark.parametrize(

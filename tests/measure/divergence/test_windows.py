@@ -65,25 +65,6 @@ def test_files(tmp_path) -> None:
     assert read_file(lines, "body") == ["one", "two"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b"\xff\xfe\xfa", "a.txt cannot be read as UTF-8"),
-        ("a.txt", b" \n", "a.txt holds no text"),
-        ("a.jsonl", b"", "a.jsonl holds no text"),
-        ("a.jsonl", b'{"text": "x"}\n{"text', "a.jsonl: line 2 is not JSON"),
-        ("a.jsonl", b'{"body": "x", "n": 1}', "field: line 1 of .* has no text in 'text'; it has body, n"),
-        ("a.jsonl", b"[1]", "it has no fields, but list"),
-    ],
-)
-def test_bad_files(tmp_path, name, content, message) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        read_file(tmp_path / name, "text")
-    with pytest.raises(ValueError, match="cannot be read"):
-        read_file(tmp_path / "none.txt", "text")
-
-
 def test_the_reference_models_own_text() -> None:
     documents = reference_documents()
     first = [next(documents) for _ in range(6)]
@@ -101,18 +82,3 @@ def test_schemes_with_knobs() -> None:
         get_scheme("kitty", rotate_values=True),
     ]
     assert "full" in parse_measured([])
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("kity", "did you mean 'kitty'"),
-        ("kitty:bost_ratio=0.2", "knob 'bost_ratio' is unknown; did you mean 'boost_ratio'"),
-        ("kitty:0.2", "got 'kitty:0.2', .* Options follow the name: 'kitty:boost_ratio=0.2'"),
-        ("kitty:boost_ratio=7", "boost_ratio: got 7"),
-        ("kitty:boost_ratio=much", "boost_ratio: got 'much'"),
-    ],
-)
-def test_wrong_schemes(text, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_measured([text])

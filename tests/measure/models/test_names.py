@@ -201,22 +201,6 @@ def test_values_of_a_wrong_type_in_a_config(field: str, tmp_path: Path) -> None:
         assert field in said or field in ("layer_types", "model_type", "rope_parameters", "num_hidden_layers"), said
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"num_key_value_heads": "2"}, "'num_key_value_heads' with value '2' doesn't match any type in .*int.*correct"),
-        ({"dtype": "bfloat17"}, "dtype: got 'bfloat17', allowed the name of a dtype of PyTorch"),
-        ({"dtype": 5}, "dtype: got 5, allowed"),
-        ({"vocab_size": None}, "'vocab_size' expected int, got NoneType"),
-    ],
-)
-def test_a_wrong_field_is_named_with_its_file(values: dict, message: str, tmp_path: Path) -> None:
-    source = find_model(str(folder_of(tmp_path, **values)))
-    for read in (read_config, load_model):
-        with pytest.raises(ValueError, match=f"{tmp_path}/config.json.*{message}"):
-            read(source)
-
-
 @pytest.mark.parametrize("text", ["", "[]", "5", "null", "{", '{"a": 1', "[" * 100_000, "\x00"])
 def test_a_config_that_is_no_object(text: str, tmp_path: Path) -> None:
     folder_of(tmp_path)
