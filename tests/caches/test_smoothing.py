@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from evals.reference.outliers import with_outliers
 from hfkvq import MixedKVCache
 from hfkvq.caches.base import warn_once
 from hfkvq.caches.layer_state import smoothing
-from hfkvq.measure.reference import evaluation_set, load_reference, with_outliers
+from hfkvq.measure.reference import evaluation_set, load_reference
 from tests.caches.driver import make, small
 from tests.caches.models import build, prompt
 
