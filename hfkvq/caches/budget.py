@@ -42,8 +42,9 @@ from .store.relaid import Reader, basis_change, relaid, relaid_scratch
 from .store.windows import tail_limits
 from .tags.bit_table import read_json
 
-LADDER = ("full", "best-4.3", "best-2.5")
-"""Schemes that layers go down by: 16 bits, 4 bits, and 2 bits with the strongest key channels in 4."""
+LADDER = ("full", "best-4.3", "trellis-2.5")
+"""Schemes that layers go down by: 16 bits, 4 bits, and 2 bits, keys with the strongest channels in 4, values in trellis
+codes; these take heads of a multiple of 8 channels, others end at ``best-2.5``."""
 
 MARGIN = 0.9
 """Share of the device's free memory that ``memory="auto"`` takes: what attention computes needs some of it."""
@@ -244,7 +245,7 @@ class Budget:
         evict: str | None = None,
     ) -> None:
         self.limit, self.layers, self.dim, self.evict = limit, layers, dim, parse_evict(evict)
-        self.ladder = [get_scheme(scheme) for scheme in LADDER]
+        self.ladder = [get_scheme(scheme) for scheme in (LADDER if dim % 8 == 0 else (*LADDER[:-1], "best-2.5"))]
         self.sink = max(scheme.layout(dim, dim).sink for scheme in self.ladder)
         self.rungs: Rungs = ((0, 0),) * layers
         self.moves = self._moves(default_order(layers, len(self.ladder)) if order is None else read_order(order))

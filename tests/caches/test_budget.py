@@ -60,7 +60,7 @@ class Live(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def small_ladder(monkeypatch):
     """Pages so small that a few hundred tokens go down the whole ladder."""
-    monkeypatch.setattr(budget, "LADDER", tuple(small(name) for name in ("full", "best-4.3", "best-2.5")))
+    monkeypatch.setattr(budget, "LADDER", tuple(small(name) for name in ("full", "best-4.3", "trellis-2.5")))
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def go(cache, *states):
         cache.budget._go(cache, shape, rungs, cache.compressed_layers[0].buffer.room)
 
 
-@pytest.mark.parametrize("name", ["best-4.3", "best-2.5"])
+@pytest.mark.parametrize("name", ["best-4.3", "trellis-2.5"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_state_is_what_its_preset_would_hold(model, name, rows, monkeypatch):
     """Bit for bit: tokens that go down from 16 bits, and those that come later."""
@@ -159,7 +159,7 @@ def test_a_state_is_what_its_preset_would_hold(model, name, rows, monkeypatch):
     for ours, theirs in zip(cache.compressed_layers, preset.compressed_layers, strict=True):
         assert ours.held().layout == theirs.held().layout
         for row in range(rows):
-            if name == "best-2.5":
+            if name == "trellis-2.5":
                 assert_same_bits(stored(ours, row), stored(theirs, row))
         for side in ("keys", "values"):
             # A rotation of fewer tokens at a time may round the last bit of a scale, or a number between two codes, in
@@ -167,13 +167,20 @@ def test_a_state_is_what_its_preset_would_hold(model, name, rows, monkeypatch):
             apart = (ours.dense(side) - theirs.dense(side)).abs()
             assert (apart > 0.01).float().mean() < 0.005
             assert apart.max() < 0.1
-    # Later pages of best-2.5 are weighed by other queries: the cache has counted those of the prompt.
+    # Later pages of trellis-2.5 are weighed by other queries: the cache has counted those of the prompt.
     for _ in range(20 if name == "best-4.3" and rows == 2 else 3):
         ours, theirs = (forward(model, x, prompt(rows, 1)) for x in (cache, preset))
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
 
 
-PLAIN = {"best-2.5": {"wide_from": 0.0, "wide_to": 0.0, "wide_keys_from": 0.0, "wide_keys_to": 0.0}}
+def test_heads_that_trellis_codes_do_not_take_end_at_scalar_values():
+    """Of 100 channels, as OpenLLaMA's 3B has them."""
+    ladder = budget.Budget(2**20, LAYERS, 100).ladder
+    assert ladder[-1] == budget.get_scheme("best-2.5")
+    ladder[-1].layout(100, 100).check(100, 100)
+
+
+PLAIN = {"trellis-2.5": {"wide_from": 0.0, "wide_to": 0.0, "wide_keys_from": 0.0, "wide_keys_to": 0.0}}
 
 
 class History:
@@ -386,7 +393,7 @@ def test_without_leave_to_forget_it_refuses(shallow):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_logits_are_those_of_snapkv_with_the_same_tokens(model, rows, monkeypatch):
     """A headwise cache of the preset's pages, which forgets the same tokens by a requantization."""
-    plain, kept = small("best-2.5", **PLAIN["best-2.5"]), []
+    plain, kept = small("trellis-2.5", **PLAIN["trellis-2.5"]), []
     monkeypatch.setattr(budget, "LADDER", (small("full"), plain, plain))
     monkeypatch.setattr(budget, "kept_pages", lambda *given: kept.append(kept_pages(*given)) or kept[-1])
     pages = Sides(keys=plain, values=plain, sink_length=plain.sink_length)
