@@ -327,7 +327,7 @@ def measure_triaxial(model: Any, tokenizer: Any, samples: int) -> Row:
 
 
 def measure_parts(parts: Iterable[str], samples: int) -> Row:
-    """These parts, in bf16 on the CPU, and what they were measured with."""
+    """Parts of the ablations, in bf16 on the CPU, and what they were measured with."""
     model, tokenizer = load_reference()
     made = {"mixkvq": measure_mixkvq, "arkv": measure_arkv, "triaxial": measure_triaxial}
     measured = {part: made[part](model, tokenizer, samples) for part in parts}

@@ -125,7 +125,7 @@ class KeyValueMemory:
 
 
 class TextMemory:
-    """One text of up to 10,000 characters."""
+    """Text of up to 10,000 characters."""
 
     MOST = 10_000
 
@@ -133,7 +133,7 @@ class TextMemory:
         self.text = ""
 
     def shown(self) -> str:
-        """All of it."""
+        """Text, all of it."""
         return self.text
 
     def find(self, name: str) -> Callable[..., dict[str, Any]] | None:

@@ -116,7 +116,7 @@ class OnRungs(OtherCache):
 
 
 def states(model: Any, order: Any, count: int) -> list[Rungs]:
-    """So many states of the ladder, spread over its steps, its ends and those of its first rung among them."""
+    """States of the ladder, so many, spread over its steps; its ends and those of its first rung are among them."""
     budget = MixedKVCache(model, memory=MUCH, order=order).budget
     assert budget is not None
     every = list(budget.down())

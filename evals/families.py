@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 VOCABULARY = 128
 MOST_PARAMETERS = 40_000_000
 
-# Where Auto classes look, the first that knows a family wins.
+# Auto classes take the first mapping that knows a family.
 KINDS = {
     "encoder-decoder": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,

@@ -148,7 +148,7 @@ def _replays(graph: torch.cuda.CUDAGraph, count: int, stream: torch.cuda.Stream)
     """Microseconds of each of ``count`` replays, after one to warm up."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     with torch.cuda.stream(stream):
-        # No call waits for the GPU in between, so launching a replay hides behind the one before.
+        # Calls do not wait for the GPU in between, so launching a replay hides behind the one before.
         for event in events:
             graph.replay()
             event.record()

@@ -260,7 +260,7 @@ def main(given: Sequence[str] | None = None) -> None:
         found.append(finding)
         write(found, device, asked.json)
 
-    # Before the search: there may be no place for its findings.
+    # Findings need a place before the search begins.
     write(found, device, asked.json)
     _, variants = tune(names, shapes, device, lambda what, share: print(what, flush=True), asked.minutes, keep)
     make_console().print(table(found))

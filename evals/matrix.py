@@ -337,7 +337,7 @@ def _described(model: Any) -> dict[str, Any]:
 
 
 def examine(name: str, modes: tuple[str, ...] | None = None, presets: bool = True) -> dict[str, Any]:
-    """All that is found out about a family; never raises for what a family's own code does.
+    """Findings about a family; errors of a family's own code are findings, too.
 
     Args:
         name: ``model_type``.
@@ -372,7 +372,7 @@ def examine(name: str, modes: tuple[str, ...] | None = None, presets: bool = Tru
     return row
 
 
-# All families.
+# Families, all of them.
 
 
 @contextlib.contextmanager

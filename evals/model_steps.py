@@ -141,7 +141,7 @@ def steps(model: Any, cache: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure(model: Any, preset: str | None, ids: torch.Tensor, args: argparse.Namespace) -> dict[str, Any]:
-    """One cache's figures; ``preset`` None is `DynamicCache`."""
+    """Figures of a cache; ``preset`` None is `DynamicCache`."""
     found: dict[str, Any] = {"cache": preset or "DynamicCache"}
     cuda = ids.device.type == "cuda"
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
@@ -212,7 +212,7 @@ def planned(row: dict[str, Any]) -> int:
     each = sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in layers if not layer.window)
     # The record has the elements of the tokens that timed steps added.
     seen = round((8 * (row["bytes"] - row["states"]) / row["bits"] - windows) / each)
-    # It kept no tokens whole then.
+    # `saw-int4` kept no tokens whole then.
     bare = ":sink_length=0" if row["cache"].startswith("saw-int4") else ""
     return cache_bytes(config, row["cache"] + bare, seen, generated=seen - row["tokens"], graphs=True)
 

@@ -3,7 +3,7 @@
     python evals/real.py --model FILE.gguf --data DIR --out DIR
     python evals/real.py --out DIR --report
 
-A job is one part with one cache, and leaves one small JSON file in the folder. What is there is not run again: a run
+A job is one part with one cache, and leaves one small JSON file in the folder. Jobs whose file is there are not run again: a run
 that was killed loses the running jobs alone. Jobs are shared out among processes, several a GPU (``--workers``), each
 of which loads the model once. The data folder is the one of evals/tasks/README.md; all files of its folder ``texts``
 are the texts for KL divergence, which are the bundled ones otherwise. ``humaneval`` runs the programs that the model
@@ -220,7 +220,7 @@ def text_files(data: str | None) -> list[Path] | None:
 
 
 class Bench:
-    """One process's model, and what it does with it."""
+    """A process's model and its jobs."""
 
     def __init__(self, setup: Record) -> None:
         from transformers.utils import logging
@@ -330,7 +330,7 @@ def serve(setup: Record) -> None:
     def listen() -> None:
         for line in sys.stdin:
             lines.put(line)
-        # Whoever gave the jobs is gone, or done.
+        # The parent process is gone, or done.
         os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
@@ -398,7 +398,7 @@ class Crew:
                 line = ""
             error = json.loads(line)["error"] if line else f"its process ended; {self.logs}/{number}.log says why"
             if self.fresh or error:
-                # After some errors a GPU can no longer be used by a process.
+                # A GPU that had some kinds of errors is lost to its process.
                 process.kill()
                 process.wait()
             if not self.stopped:
@@ -473,7 +473,7 @@ def score(job: Record) -> float:
 
 
 def summary(jobs: Mapping[Job, Record]) -> Record:
-    """All jobs in one record, with what they share said once."""
+    """Jobs in one record; what they share is said once."""
     rows: dict[str, Record] = {}
     for (part, preset), job in jobs.items():
         row = {key: value for key, value in job.items() if key not in ("part", "preset", "about", "settings")}
@@ -571,7 +571,7 @@ def main() -> None:
     # SIGTERM acts as Ctrl-C: worker processes end with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        # Also unpacks a GGUF file, once for all processes.
+        # A GGUF file is unpacked here, once for all processes.
         source = find_model(given.model)
         room = getattr(read_config(source).get_text_config(decoder=True), "max_position_embeddings", None)
         parts = shapes(given, room)

@@ -156,7 +156,7 @@ def run(
     bits: Callable[[], float],
     seed: int = 0,
 ) -> dict[str, Any]:
-    """So many users for so many seconds behind the beginning, which may last ``limit`` seconds together."""
+    """Users at work for so many seconds behind the beginning, both within ``limit`` seconds."""
     users, most = Users(manager, kind, vocabulary, seed), 0
     start = risen = time.perf_counter()
     begin = None
@@ -232,7 +232,7 @@ def engine(model: Any, scheme: str, kinds: list[Kind], users: int, args: argpars
 
 
 def measure(args: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """All rows of all schemes."""
+    """Rows of all schemes."""
     device, start = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.perf_counter()
     config = get_config(args.shape, args.layers)
     faulthandler.dump_traceback_later(args.tell, repeat=True)

@@ -7,7 +7,7 @@ named ``trellis`` are `MixedKVCache` with the sinks, windows, rotations, layer o
 `best-2.5`. Pages hold 16 bits: each is filled with what its trellis code would decode to, so losses come through the
 cache's own path, and no memory is saved. Bits are computed from the format.
 
-What came of it is the preset `trellis-2.5`: values in the code of `hfkvq.kernels.trellis`, whose states give two
+The preset `trellis-2.5` came of it: values in the code of `hfkvq.kernels.trellis`, whose states give two
 numbers each, computed and not looked up. It loses a tenth more of values than the trained tables here.
 
 A code is a walk through S states: ``state = ((state << k) | k new bits) mod S``, and each element is ``table[state]``
@@ -209,7 +209,7 @@ class Code:
         widest = torch.maximum((x - middle).abs().amax(1, keepdim=True) / tables.abs().max(), deviation)
         best: tuple[Tensor, Tensor] | None = None
         for i in range(self.fits):
-            # From a scale by the deviation, which few far numbers exceed, to one that reaches all of them.
+            # Scales go from one by the deviation, which few far numbers exceed, to one that reaches all of them.
             share = i / max(1, self.fits - 1)
             mean = (own + share * (middle - own)).half().float()
             scale = self._stored(deviation + share * (widest - deviation))
@@ -264,7 +264,7 @@ class Trellis(Kitty):
         unbiased: see `Code`; the sides that are.
     """
 
-    # Without a name nothing is registered.
+    # Registration needs a name.
     name = ""
     presets: ClassVar = {}
 
@@ -283,7 +283,7 @@ class Trellis(Kitty):
         return Limits("trellis codes are simulated")
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
-        """That of Kitty, with pages of 16 bits in layers that are not wide."""
+        """Layout of Kitty, with pages of 16 bits in layers that are not wide."""
         own = super().layout(key_dim, value_dim)
         return (
             own if self.is_wide else replace(own, keys=_whole(own.keys, key_dim), values=_whole(own.values, value_dim))
@@ -388,7 +388,7 @@ def write_pages(
     scheme: Any,
     q_abs: Tensor | None = None,
 ) -> None:
-    """In place of `kvstore.write_pages`: pages of `Trellis` get tokens as they would be decoded."""
+    """Pages of `Trellis` get tokens as they would be decoded, in place of `kvstore.write_pages`."""
     if isinstance(scheme, Trellis) and fmt.bits == 16 and source.shape[1]:
         shape = -1, source.shape[1], -1, source.shape[3]
         own = source.gather(2, index.long()[:, None, :, None].expand(shape)).unflatten(2, (-1, fmt.page_size))

@@ -141,7 +141,7 @@ def in_a_process(run: str, asked: argparse.Namespace, environment: dict[str, str
 
 
 def smol(asked: argparse.Namespace) -> bool:
-    """All runs; true if none fails."""
+    """Runs of the small model; true if none fails."""
     record, passed = header("vllm plug-in, smol", settings=settings_of(asked)), True
     with tempfile.TemporaryDirectory() as folder:
         smoothing = {"HFKVQ_SMOOTHING": str(Path(folder) / "smoothing.safetensors")}

@@ -78,7 +78,7 @@ class Recipe:
     beta2: float = 0.95
     clip: float = 1.0
     context_weight: float = 0.05
-    # One weight per class of `CLASSES`; text is only there to read like text.
+    # Weights by class of `CLASSES`; text is only there to read like text.
     answer_weights: tuple[float, ...] = (3.0, 3.0, 1.0, 1.0, 2.0, 0.2)
     rope_theta: float = 100_000.0
     seed: int = 0
@@ -595,7 +595,7 @@ def main() -> None:
                     save(trainer.rounded(), record(), arguments.out)
                     print(f"saved at {100 * progress:.0f} %", flush=True)
     finally:
-        # Also reached by an error, whose checkpoint is then the last saved one.
+        # Errors come here, too; the checkpoint is then the last saved one.
         feeder.close()
 
     final = trainer.rounded()

@@ -138,7 +138,7 @@ _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def parse_calls(text: str) -> list[Call] | None:
-    """All calls of an answer, in order; None if one of them is no proper call.
+    """Calls of an answer, in order; None if one of them is no proper call.
 
     Three ways of writing are known: ``<tool_call>{"name", "arguments"}</tool_call>`` (ChatML, Qwen, the reference
     model), JSON objects ``{"name", "parameters"}`` with or without a tag in front (Llama), and a JSON list of calls.
