@@ -9,7 +9,6 @@ A part stands between two markers, or is a whole file, or cells of a table. Scri
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from evals import (
     vllm_docs,
 )
 from evals import kernel_bench as kernels
+from evals.figures import read
 from evals.matrix_report import markdown as families
 from evals.preset_tables import eviction_markdown, request_fields, schemes_markdown
 from evals.shapes import get_config
@@ -48,11 +48,6 @@ SERVING = [RESULTS / f"serving-{name}-h200.json" for name in ("long", "chat", "o
 GIB = 1024**3
 
 
-def load(name: str) -> Any:
-    """Figures of a file in evals/results."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
 def kernel_times(name: str) -> Any:
     """Figures of `evals/kernel_bench.py`."""
     return kernels.load(RESULTS / f"{name}.json")
@@ -63,7 +58,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/results.md", "real models"): real_docs.results,
     ("docs/results.md", "real tasks"): real_docs.tasks,
     ("docs/results.md", "smollm2"): frontier.table,
-    ("docs/results.md", "accuracy"): lambda: accuracy.markdown(load("accuracy")),
+    ("docs/results.md", "accuracy"): lambda: accuracy.markdown(read("accuracy.json")),
     ("docs/results.md", "latents"): latents.table,
     ("docs/results.md", "model steps"): model_steps.table,
     ("docs/results.md", "one layer"): lambda: "\n".join(one_layer.speedups(kernel_times("kernels-h200"))),
@@ -71,14 +66,14 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/results.md", "one layer, H100"): lambda: "\n".join(one_layer.speedups(kernel_times("kernels-h100"))),
     ("docs/speed.md", "prompts"): lambda: "\n".join(several.prompts(kernel_times("queries-h200"))),
     ("docs/speed.md", "several queries"): lambda: "\n".join(several.steps(kernel_times("queries-h200"))),
-    ("docs/speed.md", "resources"): lambda: "\n".join(resources.table(load("resources"))),
+    ("docs/speed.md", "resources"): lambda: "\n".join(resources.table(read("resources.json"))),
     ("docs/choosing.md", "popular"): popular.table,
     ("docs/serving.md", "fields"): request_fields,
     ("docs/serving.md", "serving"): lambda: serving.table(serving.rows(SERVING)),
     ("docs/vllm.md", "speed"): vllm_docs.tables,
     ("docs/schemes.md", "presets"): schemes_markdown,
     ("docs/schemes.md", "eviction"): eviction_markdown,
-    ("evals/README.md", "ablations"): lambda: ablations.markdown(load("ablations")),
+    ("evals/README.md", "ablations"): lambda: ablations.markdown(read("ablations.json")),
 }
 """Tables by document and by the name of the markers that they stand between."""
 
@@ -95,7 +90,7 @@ def between(text: str, name: str, table: str) -> str:
 
 def models(text: str) -> str:
     """docs/models.md: everything but its list of families that were not examined."""
-    held, other = load("models"), load("models-5.17")
+    held, other = read("models.json"), read("models-5.17.json")
     rows = {row["family"]: row for row in held["rows"]}
     made = families(rows, held["transformers"], {other["transformers"]: other["rows"]})
     _, mark, rest = text.partition("\n## Not examined")
@@ -117,7 +112,7 @@ def choosing(text: str) -> str:
     """docs/choosing.md: what fits on 24 GiB, and what a preset costs, as docs/results.md has it."""
     model = outline_of(get_config("qwen3-8b"))
     weights: Any = weights_of(model, model.dtype)
-    table = accuracy.markdown(load("accuracy")).splitlines()
+    table = accuracy.markdown(read("accuracy.json")).splitlines()
     measured = {row.split(" | ")[0].removesuffix(accuracy.AS_IT_WAS): row.split(" | ") for row in table}
 
     def fits(name: str, _: list[str]) -> list[str]:

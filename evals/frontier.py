@@ -6,17 +6,15 @@ one's counts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evals.figures import has_changed
+from evals.figures import has_changed, read
 from hfkvq.caches import Scheme
 from hfkvq.measure.presets import describe, long_context_bits
 from hfkvq.measure.tables import markdown_table
 
-RESULTS = Path(__file__).parent / "results"
 FILES = (
     "kld-smollm2-ablation-h200.json",
     "kld-smollm2-pages-h200.json",
@@ -47,7 +45,7 @@ HEAD = ("cache", "long context", "total bits", "KLD", "95 %", "99.9 %", "top-1",
 
 def rows() -> list[dict[str, Any]]:
     """Every row once, those of presets first, then by divergence."""
-    records = [json.loads((RESULTS / name).read_text(encoding="utf-8")) for name in FILES]
+    records = [read(name) for name in FILES]
     assert len({record["text"]["tokens_sha256"] for record in records}) == 1
     found = {}
     for record in sorted(records, key=lambda record: record["date"]):

@@ -3,11 +3,12 @@
     python evals/real.py --model FILE.gguf --data DIR --out DIR
     python evals/real.py --out DIR --report
 
-A job is one part with one cache, and leaves one small JSON file in the folder. Jobs whose file is there are not run again: a run
-that was killed loses the running jobs alone. Jobs are shared out among processes, several a GPU (``--workers``), each
-of which loads the model once. The data folder is the one of evals/tasks/README.md; all files of its folder ``texts``
-are the texts for KL divergence, which are the bundled ones otherwise. ``humaneval`` runs the programs that the model
-writes: better in a container. Where the code has no repository, the environment variable HFKVQ_COMMIT names its commit.
+A job is one part with one cache, and leaves one small JSON file in the folder. Jobs whose file is there are not run
+again: a run that was killed loses the running jobs alone. Jobs are shared out among processes, several a GPU
+(``--workers``), each of which loads the model once. The data folder is the one of evals/tasks/README.md; all files of
+its folder ``texts`` are the texts for KL divergence, which are the bundled ones otherwise. ``humaneval`` runs the
+programs that the model writes: better in a container. Where the code has no repository, the environment variable
+HFKVQ_COMMIT names its commit.
 
 The report counts, question by question, what each cache lost and gained against ``none``, which is `DynamicCache`.
 """

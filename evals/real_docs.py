@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from evals.charts import is_own
+from evals.figures import read
 from evals.shapes import get_config
 from hfkvq.caches import get_scheme, list_schemes
 from hfkvq.caches.cache import DEFAULT_SCHEME
@@ -17,8 +17,6 @@ from hfkvq.measure.presets import describe, widest_first
 from hfkvq.measure.tables import NOTHING, markdown_table, small_number
 from hfkvq.tuning.fit import cache_bytes
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "evals" / "results"
 SMOLLM2, QWEN = "real-smollm2-h100.json", "real-qwen2.5-coder-1.5b-h100.json"
 STEPS = "vllm-backend-qwen3-8b-h100.json"
 IN_VLLM = "vllm-plugin-qwen3-8b-h100.json"
@@ -47,11 +45,6 @@ PLAIN = (
     "kvarn-k4v2:smooth_keys=false", "kvarn-k2v2:smooth_keys=false",
 )  # fmt: skip
 """With keys as the model makes them."""
-
-
-def read(name: str) -> dict[str, Any]:
-    """A summary of `evals/real.py`."""
-    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
 def losses(name: str) -> dict[str, dict[str, float]]:
