@@ -101,25 +101,6 @@ SAMPLES = [
         ],
     ),
     Sample(
-        "qwen3-vl-images-of-user-and-tool",
-        "qwen3",
-        [
-            ("<|im_start|>user\n", "turn_m1 delim"),
-            ("See ", "turn_m1 user"),
-            ("<|vision_start|><|image_pad|><|vision_end|>", "turn_m1 image user"),
-            (" this", "turn_m1 user"),
-            ("<|im_end|>\n<|im_start|>assistant\n<tool_call>\n", "turn_m1 delim"),
-            ('{"name": "shot", "arguments": {}}\n', "turn_m1 tool_call"),
-            ("</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n", "turn_m1 delim"),
-            ("<|vision_start|><|image_pad|><|vision_end|>", "turn_m1 image obs"),
-            ("ok\n", "turn_m1 obs"),
-            ("</tool_response><|im_end|>\n", "turn_m1 delim"),
-            ("<|im_start|>user\n", "current delim"),
-            ("<|vision_start|><|video_pad|><|vision_end|>", "current image user"),
-            ("<|im_end|>\n<|im_start|>assistant\n", "current delim"),
-        ],
-    ),
-    Sample(
         "llama3.1-json-call",
         "llama3",
         [
@@ -159,18 +140,6 @@ SAMPLES = [
             ("<|eom_id|><|start_header_id|>ipython<|end_header_id|>\n\n", "current delim"),
             ('"grey"', "current obs"),
             ("<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", "current delim"),
-        ],
-    ),
-    Sample(
-        "llama3-header-that-does-not-end",
-        "llama3",
-        [
-            ("<|begin_of_text|>", "older delim"),
-            ("<|start_header_id|>user<|end_header_id|>\n\n", "current delim"),
-            ("I type ", "current user"),
-            ("<|start_header_id|>", "current delim"),
-            ("user", "current inst"),
-            ("<|eot_id|><|start_header_id|>assistant", "current delim"),
         ],
     ),
     Sample(

@@ -207,19 +207,6 @@ def test_requests_share_prefixes_and_give_back_what_they_had(model):
     assert len(shared[0]) == NEW
 
 
-def test_several_sequences_of_a_request(model):
-    """Forks copy the block that is not full."""
-    inputs = prompts(150)
-    with serving.enable(model, "int4"):
-        out = model.generate_batch(
-            inputs=inputs, generation_config=generation(do_sample=True, num_return_sequences=3, temperature=2.0),
-            continuous_batching_config=settings(), progress_bar=False,
-        )  # fmt: skip
-    tokens = [tuple(each.generated_tokens) for each in out.values()]
-    assert len(tokens) == 3
-    assert len(set(tokens)) > 1
-
-
 @pytest.mark.slow
 def test_two_ranks_serve_together(model, tmp_path):
     """Each holds one KV head of two, and they say what one process says."""
