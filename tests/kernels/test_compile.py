@@ -215,29 +215,3 @@ def test_a_kernel_that_could_not_be_loaded_is_not_launched():
     compiled = types.SimpleNamespace(name="decode_kernel", function=None, _init_handles=lambda: None)
     with pytest.raises(RuntimeError, match="decode_kernel: this kernel could not be loaded"):
         compile.load(compiled)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["best-2.5", "trellis-2.5", "best-2.0", "best-1.5"])
-def test_blocks_are_turned_where_a_product_has_left_them(name):
-    """`tiles.as_operand` turns 8 x 8 blocks within a warp, and trusts that each lane has the rows of an accumulator."""
-    program = f"""
-import re, torch
-from hfkvq.caches.compile import LayerShape, layers_of
-from hfkvq.caches.schemes.preset import get_preset
-from hfkvq.kernels.compile import normal
-from hfkvq.kernels.triton.compile import GPUS, compile_one, leave_gpu_alone
-from hfkvq.kernels.triton.variants import wanted
-leave_gpu_alone(GPUS[90])
-scheme = get_preset({name!r}).scheme
-(plan, heads, rule), *_ = layers_of([scheme.in_layer(0, 4)] * 4, [LayerShape(32, 8, 128)], torch.bfloat16)
-for each in wanted(normal(plan), heads, rule, (1,), torch.device("cuda", 0)):
-    if each.kernel.__name__ == "decode_kernel":
-        for line in compile_one(each).asm["ttgir"].splitlines():
-            if "movmatrix" in line:
-                print(re.findall(r"tensor<[^>]*(#[^>]*)>", line)[-1])
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == {"#mma"}

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -305,19 +299,3 @@ def test_opcheck(backend):
     norm = norms(call, spec)
     call = [None if x is None else x.to(backend) for x in (*call, norm)]
     torch.library.opcheck(torch.ops.hfkvq.seal.default, (parts, *call[:-1], spec, "keys", "", None, call[-1]))
-
-
-@pytest.mark.slow
-def test_fitted_pages_stay_in_registers():
-    """Laid out another way, as a release of Triton did it, a page took twenty times as long (docs/history)."""
-    root = Path(__file__).parents[2]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    names = ["best-2.5", "best-2.8", "best-3.4"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.fitted_kernels", *names], env=environment | {"PYTHONPATH": str(root)},
-        cwd=root, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    spilled = json.loads(done.stdout.splitlines()[-1])
-    assert spilled.keys() == set(names)
-    assert max(spilled.values()) <= 64

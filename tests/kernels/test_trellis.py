@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -182,39 +176,3 @@ def test_keys_and_odd_heads_are_refused():
     for head_dim in (20, 40):
         with pytest.raises(ValueError, match=f"trellis: got head_dim {head_dim} and a scale for 20 channels"):
             fmt.check_head_dim(head_dim)
-
-
-LAYOUTS = """
-import re, torch
-from hfkvq.caches.compile import LayerShape, layers_of
-from hfkvq.caches.schemes.base import get_scheme
-from hfkvq.kernels.compile import normal
-from hfkvq.kernels.triton.compile import GPUS, compile_one, leave_gpu_alone
-from hfkvq.kernels.triton.variants import wanted
-leave_gpu_alone(GPUS[90])
-for name, dim in (("trellis-2.5", 64), ("trellis-2.5", 128), ("best-2.0", 64), ("best-2.0", 128), ("best-1.5", 128)):
-    (plan, heads, rule), *_ = layers_of([get_scheme(name)] * 4, [LayerShape(32, 8, dim)], torch.bfloat16)
-    for each in wanted(normal(plan), heads, rule, (1,), torch.device("cuda", 0)):
-        if each.kernel.__name__ == "decode_kernel":
-            for line in compile_one(each).asm["ttgir"].splitlines():
-                if "shf.r.wrap" in line:
-                    print(name, dim, re.findall(r": tensor<.*?> *>,|: tensor<.*?>,", line.split("packed_element")[1]))
-"""
-
-
-@pytest.mark.slow
-def test_page_loop_has_neighbouring_tokens_in_a_register(tmp_path):
-    """Instructions take two neighbours; another layout would decode other numbers, and only on a GPU."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", LAYOUTS], env=environment | {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(tmp_path)},
-        cwd=root, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
-    assert {tuple(line.split()[:2]) for line in lines} == {
-        ("trellis-2.5", "64"), ("trellis-2.5", "128"), ("best-2.0", "64"), ("best-2.0", "128"), ("best-1.5", "128")
-    }  # fmt: skip
-    for line in lines:
-        assert re.search(r"16x\d+xi16, #ttg.dot_op<\{opIdx = 0, parent = #mma, kWidth = [24]\}>", line), line
