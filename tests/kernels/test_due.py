@@ -124,21 +124,6 @@ def test_the_last_run_takes_it(device, name):
         assert pos[b].tolist() == held
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_cases_are_what_they_are_called(name):
-    """Something is due and something is not, on a side each, or the cases above would not tell them apart."""
-    new, index = by_hand(**CASES[name])
-    if name == "more is sealed than would be":
-        assert not new.any()
-    elif name == "prompts ask for no slots":
-        assert new.max() == 384
-        assert [x.numel() for x in index] == [0, 0]
-    else:
-        assert new.any()
-    if name in ("every slot of the tail", "more slots than the tail has", "by the page"):
-        assert any((row.diff() < 0).any() for row in index[0])
-
-
 def test_slots_hold_the_oldest_tokens(backend):
     """Tokens that tell their position, appended as steps append them: the tail has gone round by then."""
     sink, tails, sealed = 4, (13, 24), (24, 16)

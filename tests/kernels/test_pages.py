@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfkvq.kernels import PageFormat, StoreFormat, dequantize_pages, quantize_pages
-from hfkvq.kernels.pages import RunView, split_runs
 from hfkvq.kernels.quantize import pack_words, unpack_words
 
 FORMATS = [
@@ -119,35 +118,6 @@ def test_windows_are_of_one_run():
         StoreFormat((pair,), window=-1)
 
 
-@pytest.mark.parametrize("fmt", FORMATS + NORMED, ids=spec_id)
-@pytest.mark.parametrize("side", ["keys", "values"])
-def test_shapes_are_those_of_quantized_pages(fmt, side):
-    parts = quantize_pages(torch.randn(3, 2, 16, 32), fmt, side)
-    shapes = fmt.shapes(side, 2, 32)
-    assert list(shapes) == list(fmt.names)
-    for part, (shape, dtype) in zip(parts, shapes.values(), strict=True):
-        assert part.shape == (3, *shape)
-        assert dtype is None or part.dtype == dtype
-
-
-def test_runs_come_apart_as_they_were_put_together():
-    keys, values = PageFormat(2, "channel", 16, 16, ((4, 8),)), PageFormat(2, "token", 32, 16)
-    store = StoreFormat(((keys, values), (PageFormat(16, "token", 1, 16),) * 2))
-    device = torch.device("cpu")
-    views = [
-        RunView(
-            torch.zeros(1, 2),
-            torch.zeros(1, 32),
-            k.allocate("keys", 2, 1, 32, torch.float32, device),
-            v.allocate("values", 2, 1, 32, torch.float32, device),
-        )
-        for k, v in store.runs
-    ]
-    flat = [part for view in views for part in view.flat()]
-    again = split_runs(store, flat)
-    assert [[id(part) for part in view.flat()] for view in again] == [[id(part) for part in v.flat()] for v in views]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -185,20 +155,6 @@ def test_stores_refuse_what_values_cannot_be():
         StoreFormat(())
     with pytest.raises(ValueError, match="expected something like"):
         PageFormat.parse("2x128")
-
-
-def test_raised_channels_beyond_what_a_byte_can_name():
-    """Latents of 512 channels: indices take two bytes."""
-    torch.manual_seed(0)
-    fmt = PageFormat(2, "channel", 16, 16, ((4, 8), (16, 8)))
-    x = torch.randn(1, 1, 16, 512)
-    widths = torch.full((1, 1, 512), 2, dtype=torch.uint8)
-    widths[..., [3, 400]], widths[..., 511] = 4, 16
-    parts = quantize_pages(x, fmt, "keys", widths)
-    assert {part.dtype for name, part in zip(fmt.names, parts, strict=True) if "index" in name} == {torch.int16}
-    error = (dequantize_pages(parts, fmt, "keys", 512) - x).abs().amax((0, 1, 2))
-    assert error[511] == 0
-    assert error[[3, 400]].max() < error[[2, 401]].min()
 
 
 def test_code_bits_counts_raised_channels():
