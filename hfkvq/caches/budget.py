@@ -330,8 +330,6 @@ class Budget:
         """
         schemes = self.schemes(rungs)
         held = [layer_bytes(scheme, shape, room) for scheme in schemes]
-        small = shape.rows * (shape.heads * (8 * shape.key_dim + 16) + 64) * len(held) + 32 * shape.rows * tokens
-        small += shape.shown * (len(held) + 1)
         plans = [plan_of(scheme, shape, room) for scheme in set(schemes)]
         scratch, beside = max(map(relaid_scratch, plans)), max(held)
         if shape.queries:
@@ -340,7 +338,12 @@ class Budget:
         staged = shape.token * max(tokens, MAX_STEP)
         staged += shape.token * (room - shape.gone) if extra == "cut" else 0
         copies = sum(window_bytes(scheme, shape, room) for scheme in schemes) if extra == "windows" else 0
-        return sum(held) + small + max(staged, beside + scratch) + copies
+        return sum(held) + self._small(shape, tokens) + max(staged, beside + scratch) + copies
+
+    def _small(self, shape: Shape, tokens: int) -> int:
+        """Most bytes of what layers keep beside their buffers, and of positions of a forward of so many tokens."""
+        own = shape.rows * (shape.heads * (8 * shape.key_dim + 16) + 64) * self.layers
+        return own + 32 * shape.rows * tokens + shape.shown * (self.layers + 1)
 
     def choose(
         self,
@@ -635,17 +638,22 @@ class Budget:
         if shape.gone and not any(layer.gone for layer in cache.compressed_layers):
             self._warn(cache._sync.seen)
 
+        held = [held_bytes(layer.held().state.tensors()) for layer in cache.compressed_layers]
+        now = sum(held) + self._small(shape, 0)
+
         def growth(each: tuple[int, tuple[KVLayer, Scheme]]) -> int:
-            _, (layer, scheme) = each
-            store = layer.held()
-            return layer_bytes(scheme, shape, room) - held_bytes(store.state.tensors())
+            i, (_, scheme) = each
+            return layer_bytes(scheme, shape, room) - held[i]
 
         try:
             for i, (layer, scheme) in sorted(layers, key=growth):
                 own = shape._replace(gone=max(shape.gone, layer.gone))
                 plan, forgets = plan_of(scheme, own, room), own.gone > layer.gone
                 if layer.buffer.tensor is None or layer.buffer.plan != plan or layer.scheme != scheme or forgets:
-                    self._move(cache, i, layer, scheme, plan, own.gone)
+                    size = buffer_bytes(plan)
+                    most = max(self.limit - now - size, relaid_scratch(plan))
+                    self._move(cache, i, layer, scheme, plan, own.gone, most)
+                    now += size - held[i]
         finally:
             # Should a layer fail, each is where it was or where it was to go.
             self.adopt([layer.scheme for layer in cache.compressed_layers])
@@ -701,8 +709,15 @@ class Budget:
             made = of_keys(keys())
         return made.centred_at_zero() if layer._keeps_logits else made
 
-    def _move(self, cache: Any, index: int, layer: KVLayer, scheme: Scheme, plan: StepPlan, gone: int) -> None:
-        """Takes a layer to another scheme, another room, or fewer tokens, or leaves it as it was."""
+    def _move(
+        self, cache: Any, index: int, layer: KVLayer, scheme: Scheme, plan: StepPlan, gone: int, most: int
+    ) -> None:
+        """Takes a layer to another scheme, another room, or fewer tokens, or leaves it as it was.
+
+        Args:
+            gone: columns that have no room then; see `KVLayer.gone`.
+            most: bytes that may be taken beside the new buffer.
+        """
         store, buffer, queries = layer.held(), layer.buffer, layer.queries
         assert buffer is not None, "a cache with a budget has buffers"
         layer.close()
@@ -742,7 +757,7 @@ class Budget:
         with torch.inference_mode(False):
             tensor = torch.zeros(buffer_bytes(plan), dtype=torch.uint8, device=store.device)
             views = views_of_buffer(tensor, plan)
-        state = relaid(store.state, views, old, new, scheme, changes, layer.hold, q_abs, kept)
+        state = relaid(store.state, views, old, new, scheme, changes, most, layer.hold, q_abs, kept)
         with unchanged_on_error([x for x in (layer, buffer, buffer.sync, queries) if x is not None]):
             layer.store, layer.scheme, layer.smoothing = (
                 store.laid_out(new, scheme, state, layer.hold),

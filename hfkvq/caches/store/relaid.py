@@ -1,8 +1,9 @@
 """Another layout for what a store holds: its tokens move into a new step buffer, some sides of them quantized anew.
 
-A side whose page format, windows and basis stay keeps its bits. The tokens of the other side are dequantized a few
-pages at a time, and sealed as a prompt of these tokens would be. Only the new buffer is written, so that the old state
-still stands if anything fails, and beside the two there is never more than `relaid_scratch` bytes.
+A side whose page format, windows and basis stay keeps its bits: a copy for each of its tensors. The tokens of the other
+side are dequantized some pages at a time, and sealed as a prompt of these tokens would be. Only the new buffer is
+written, so that the old state still stands if anything fails, and beside the two there are never more bytes than
+`relaid` is given, `relaid_scratch` at the least.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count
 from hfkvq.kernels.hadamard import hadamard
@@ -26,7 +28,7 @@ from .kvstore import write_pages
 from .row_lengths import RowState, WindowSizes, sealed_target
 from .state import SIDES, StoreState, as_bytes
 
-MOST = 1024
+MOST = 8192
 """Most tokens of each row that are dequantized at a time, in whole pages."""
 
 COPIES = 8
@@ -34,12 +36,12 @@ COPIES = 8
 
 
 def pages_at_a_time(blocks: int, page: int, tail: int) -> int:
-    """Pages of each row that are dequantized at a time: as many as a tail is read from, or a small part of all."""
-    return max(tail // page + 2, min(MOST // page, blocks // 32))
+    """Pages of each row for which scratch is reserved: as many as a tail is read from, or a small part of all."""
+    return max(tail // page + 2, min(1024 // page, blocks // 32))
 
 
 def relaid_scratch(plan: StepPlan) -> int:
-    """Most bytes that `relaid` allocates beside a new buffer of this plan."""
+    """Bytes that `relaid` needs at the least beside a new buffer of this plan."""
     page = plan.format.runs[0][0].page_size
     pages = pages_at_a_time(plan.blocks[0], page, max(plan.tails))
     return COPIES * 4 * plan.rows * plan.heads * max(plan.key_dim, plan.value_dim) * pages * page + 4096
@@ -87,33 +89,41 @@ class Reader:
     def turned(self, x: Tensor) -> Tensor:
         return x if self.change is None or not x.numel() else self.change(x)
 
-    def raw(self, first: Tensor, count: int) -> list[Tensor]:
+    def raw(self, first: Tensor | int, count: int) -> list[Tensor]:
         """Tensors of ``count`` pages of each row from block ``first`` (i64 (B,)) on, as bytes: (B * count, H, ...)."""
-        table, block = self.view.table, first[:, None] + torch.arange(count, device=first.device)
-        last = table.shape[1] - 1
+        table, last = self.view.table, self.view.table.shape[1] - 1
+        if isinstance(first, int) and self.kept is None:
+            ids = table[:, first : first + count].flatten()
+            return [as_bytes(part).index_select(0, ids) for part in self.parts]
+        step = torch.arange(count, device=table.device)
+        block = (first[:, None] if isinstance(first, Tensor) else first) + step.expand(self.state.batch, -1)
         if self.kept is None:
-            ids = table.gather(1, block.clamp(0, last)).flatten().long()
-            return [as_bytes(part)[ids] for part in self.parts]
+            ids = table.gather(1, block.clamp(0, last)).flatten()
+            return [as_bytes(part).index_select(0, ids) for part in self.parts]
         heads, pages = self.tail.shape[1], self.kept.pages
         own = pages.gather(2, block.clamp(0, pages.shape[2] - 1)[:, None].expand(-1, heads, -1)).clamp(max=last)
         ids = table.long()[:, None].expand(-1, heads, -1).gather(2, own).transpose(1, 2).flatten(0, 1)
-        return [as_bytes(part)[ids, torch.arange(heads, device=first.device)] for part in self.parts]
+        return [as_bytes(part)[ids, torch.arange(heads, device=table.device)] for part in self.parts]
+
+    def sealed_pages(self, first: Tensor | int, count: int) -> Tensor:
+        """Tokens of ``count`` pages as `pages` has them, in the basis that they are stored in; all of them sealed."""
+        parts = [x.view(part.dtype) for x, part in zip(self.raw(first, count), self.parts, strict=True)]
+        dense = parts[0]
+        if self.fmt.bits < 16:
+            dense = dequantize_pages(parts, self.fmt, self.side, self.tail.shape[3])
+        dense = dense.unflatten(0, (self.state.batch, count)).transpose(1, 2)
+        return torch.empty(dense.shape, dtype=self.tail.dtype, device=dense.device).copy_(dense).flatten(2, 3)
 
     def pages(self, first: Tensor, count: int) -> Tensor:
         """Tokens of ``count`` pages of each row from block ``first`` (i64 (B,)) on: (B, H, count * G, D)."""
-        page, rows = self.fmt.page_size, self.state.batch
+        page = self.fmt.page_size
         token = first[:, None] * page + torch.arange(count * page, device=first.device)
-        ring = self.tail.shape[2]
-        slot = (token + self.gone[:, None]) % ring
+        slot = (token + self.gone[:, None]) % self.tail.shape[2]
         index = slot[:, None, :, None].expand(-1, self.tail.shape[1], -1, self.tail.shape[3])
         found = self.tail.gather(2, index)
         if self.view.table.shape[1]:
-            parts = [x.view(part.dtype) for x, part in zip(self.raw(first, count), self.parts, strict=True)]
-            dense = parts[0]
-            if self.fmt.bits < 16:
-                dense = dequantize_pages(parts, self.fmt, self.side, self.tail.shape[3]).to(self.tail.dtype)
-            dense = dense.unflatten(0, (rows, count)).transpose(1, 2).flatten(2, 3)
-            found = torch.where((token < self.sealed[:, None])[:, None, :, None], dense, found)
+            is_sealed = (token < self.sealed[:, None])[:, None, :, None]
+            found = torch.where(is_sealed, self.sealed_pages(first, count), found)
         return self.turned(found)
 
     def window(self, slots: int, rest: Tensor) -> Tensor:
@@ -156,6 +166,7 @@ def relaid(
     new: Layout,
     scheme: Scheme,
     changes: dict[Side, Callable[[Tensor], Tensor] | None],
+    most: int,
     hold: int = 0,
     q_abs: Tensor | None = None,
     kept: Kept | None = None,
@@ -166,6 +177,7 @@ def relaid(
         state: of one run of pages, with nothing left to be written; it is not changed.
         buffer: an empty one of the new layout, with room for all tokens.
         changes: of each side that is quantized anew, the change of its basis. Other sides keep their bits.
+        most: bytes that may be allocated beside the buffer; the more, the more pages are sealed at a time.
         hold: newest tokens that stay unsealed, beyond what the layout says.
         q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
         kept: pages that stay; None for all.
@@ -181,43 +193,52 @@ def relaid(
         counters[LENGTH:] -= gone
         dropped, settled = state.dropped + gone, max(state.settled, kept.settled)
         state = state.replace(states=kept.states, dropped=dropped, settled=settled)
-    table.copy_(torch.arange(table.numel(), dtype=torch.int32, device=table.device).view_as(table))
+    torch.arange(table.numel(), out=table.view(-1))
     rest = (counters[LENGTH] - sink).clamp(min=0)
     longest, page = max(state.longest - sink, 0), form.runs[0][0].page_size
-    states = list(state.states)
+    blocks, states = table.shape[1], list(state.states)
     for at, (side, own) in enumerate(zip(SIDES, (new.keys, new.values), strict=True)):
         reader = Reader(before, side, changes.get(side), kept)
-        fmt, run = own.formats[0], buffer.runs[0]
-        parts, local = (run.keys, run.values)[at], max(own.local, hold)
-        chunk = pages_at_a_time(table.shape[1], page, max(tail.shape[2] for tail in buffer.windows[2:]))
+        fmt, run, tail = own.formats[0], buffer.runs[0], buffer.windows[2 + at]
+        parts, local, held = (run.keys, run.values)[at], max(own.local, hold), reader.view.table
+        # In f32 a page of each row is dequantized, scaled and shifted, or turned and rounded.
+        work = max(16, 4 * tail.itemsize) * state.batch * tail.shape[1] * page * tail.shape[3]
+        chunk = max(1, min(MOST // page, most // work)) if work else 1
         if side in changes:
-            sealed = tokens_due_by_row(rest, 0, local, own.unit)
-            counters[RUNS + at] = sealed
-            most = sealed_target(longest, 0, local, own.unit)
-            for first in range(0, -(-most // page), chunk):
-                count = min(chunk, -(-most // page) - first)
-                tokens = reader.pages(torch.full_like(rest, first, dtype=torch.long), count)
+            counters[RUNS + at] = sealed = tokens_due_by_row(rest, 0, local, own.unit)
+            covered = min(row.sealed(side) for row in states) // page
+            first, end = 0, -(-sealed_target(longest, 0, local, own.unit) // page)
+            while first < end:
+                count = min(chunk, end - first, covered - first if first < covered else end)
+                if first < covered:
+                    tokens = reader.turned(reader.sealed_pages(first, count))
+                else:
+                    tokens = reader.pages(torch.full_like(rest, first, dtype=torch.long), count)
                 done = sealed.clamp(max=first * page)
                 coming = (sealed - first * page).clamp(0, count * page)
                 index = torch.arange(count * page, dtype=torch.int32, device=rest.device).expand(state.batch, -1)
                 pages, weights = (parts, table, done, coming), q_abs if side == "keys" else None
                 write_pages(pages, fmt, side, tokens, index.contiguous(), new, scheme, weights)
+                first += count
             target = [sealed_target(max(row.length - sink, 0), 0, local, own.unit) for row in states]
             states = [
                 RowState(row.length, *((n, row.values) if at == 0 else (row.keys, n)))
                 for row, n in zip(states, target, strict=True)
             ]
-        else:
-            blocks = min(state.runs[0].table.shape[1], table.shape[1], -(-longest // page))
-            for first in range(0, blocks, chunk):
-                count = min(chunk, blocks - first)
-                target = table[:, first : first + count].flatten().long()
-                held = reader.raw(torch.full_like(rest, first, dtype=torch.long), count)
-                for part, own_pages in zip(parts, held, strict=True):
-                    as_bytes(part)[target] = own_pages
+        elif kept is not None:
+            for first in range(0, min(held.shape[1], blocks, -(-longest // page)), chunk):
+                target = table[:, first : first + chunk].flatten().long()
+                for part, pages in zip(parts, reader.raw(first, len(target) // state.batch), strict=True):
+                    as_bytes(part)[target] = pages
+        elif held.shape[1]:
+            # Blocks that have no page yet get any.
+            ids = pad(held[:, :blocks], (0, max(blocks - held.shape[1], 0))).flatten()
+            for part, old_part in zip(parts, reader.parts, strict=True):
+                torch.index_select(as_bytes(old_part), 0, ids, out=as_bytes(part))
         if sink:
             buffer.windows[at].copy_(reader.turned(state.windows[at]))
-        buffer.windows[2 + at].copy_(reader.window(buffer.windows[2 + at].shape[2], rest.long()))
+        same = side not in changes and kept is None and tail.shape == reader.tail.shape
+        tail.copy_(reader.tail if same else reader.window(tail.shape[2], rest.long()))
     return state.replace(
         format=form, sizes=sizes, counters=counters, windows=buffer.windows, runs=buffer.runs, states=frozenset(states)
     )
