@@ -52,6 +52,9 @@ MARGIN = 0.9
 AHEAD = 0.125
 """Share of its tokens by which a cache that steps down, or forgets, makes room: few changes in all."""
 
+LEAST_STEPS = 768
+"""Fewest captured steps that a step down makes room for, so that a change of all layers is a small share of them."""
+
 EVICTS = ("snapkv",)
 """Schemes by which a cache may forget tokens once the ladder ends."""
 
@@ -330,7 +333,9 @@ class Budget:
         """
         schemes = self.schemes(rungs)
         held = [layer_bytes(scheme, shape, room) for scheme in schemes]
-        plans = [plan_of(scheme, shape, room) for scheme in set(schemes)]
+        # A layer may come to longer tails than any has now.
+        ends = [self.scheme(0, (rung, rung)) for rung in range(len(self.ladder))]
+        plans = [plan_of(scheme, shape, room) for scheme in {*schemes, *ends}]
         scratch, beside = max(map(relaid_scratch, plans)), max(held)
         if shape.queries:
             # Pages are scored before there is another buffer.
@@ -445,7 +450,7 @@ class Budget:
         if has_room and tokens <= MAX_STEP:
             return
         shape = self._shape(cache, keys)
-        rooms = self._rooms(cache, need, shape)
+        rooms = self._rooms(cache, need, shape, tokens)
         if empty:
             self._begin(cache, shape, need, tokens, rooms)
             return
@@ -564,11 +569,12 @@ class Budget:
         rows, heads, dims, dtype = first.batch_size, store.heads, store.dims, str(store.dtype)
         return Shape(rows, heads, dims["keys"], dims["values"], dtype, buffer.replays, hold, gone, shown * heads)
 
-    def _rooms(self, cache: Any, need: int, shape: Shape) -> Rooms:
-        """Rooms to try for so many tokens, the largest first.
+    def _rooms(self, cache: Any, need: int, shape: Shape, tokens: int) -> Rooms:
+        """Rooms to try for so many tokens, ``tokens`` of which come now; the largest first.
 
-        Buffers of no more than these tokens are a prompt's, or what the ladder's end leaves: others would move with
-        every token, which takes longer than to go down.
+        Captured steps go down for as much room as buffers of presets have, since a change is captured anew. Buffers of
+        no more than these tokens are a prompt's, or what the ladder's end leaves: others would move with every token,
+        which takes longer than to go down.
         """
         capacity = cache.compressed_layers[0].capacity
         if capacity is not None:
@@ -587,7 +593,10 @@ class Budget:
             if not (shape.captured and headroom):
                 return exactly if tight else [least]
             below = place == "below"
-            most = shape.gone + room_ahead([], need - shape.gone, min(headroom, AHEAD) if below else headroom, True)
+            steps = below and tokens <= MAX_STEP
+            share = min(headroom, AHEAD) if below and not steps else headroom
+            most = shape.gone + room_ahead([], need - shape.gone, share, True)
+            most = max(most, need + LEAST_STEPS) if steps else most
             # Halving what is ahead; exactly what is needed comes last.
             ahead = [x for x in (need + ((most - need) >> n) for n in range(4)) if x > least]
             return [most] if below else [*ahead, *(exactly if tight else [least])]
@@ -626,7 +635,7 @@ class Budget:
             layer.smooths_by_prompt = scheme.smooths_keys and layer.smoothing is None
             if layer.queries is not None:
                 layer.queries.always = "query" not in scheme.needs
-        self._tell(cache)
+        cache.preset, cache._compiled = self.preset(), None
 
     def _go(self, cache: Any, shape: Shape, rungs: Rungs, room: int) -> None:
         """Takes all layers to these rungs, and to buffers of this room; those that become smaller go first."""
@@ -657,7 +666,7 @@ class Budget:
         finally:
             # Should a layer fail, each is where it was or where it was to go.
             self.adopt([layer.scheme for layer in cache.compressed_layers])
-            self._tell(cache)
+            cache.preset = self.preset()
 
     def compile_ladder(self, cache: Any, keys: Tensor) -> None:
         """Has a thread compile kernels of the rungs to come, in their order, while there is room.
@@ -680,14 +689,6 @@ class Budget:
             tokens - 1,
             format_bytes(self.limit),
         )
-
-    def _tell(self, cache: Any) -> None:
-        """Tells the cache of its layers' schemes; kernels of other formats are compiled, and steps run once first."""
-        preset = self.preset()
-        if preset != cache.preset:
-            cache.preset, cache._compiled = preset, None
-            if cache.graphs is not None:
-                cache.graphs.note_preset(preset)
 
     def _smoothing(
         self, cache: Any, index: int, layer: KVLayer, scheme: Scheme, keys: Callable[[], Tensor] | None

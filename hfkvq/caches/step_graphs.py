@@ -25,7 +25,7 @@ from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.step import MAX_STEP, Ahead, Allocation, buffer_bytes, copied_runs
 
 from .base import read_switch, warn_once
-from .base.capture import RECORDERS
+from .base.capture import RECORDERS, NumbersOnDevice
 from .base.model_calls import CACHE_NAMES, CallInterceptor, forward_parameters, inside_call, with_cache
 from .base.recorded import DeviceSync, recording
 from .fused_modules import DEVICES, Fusion
@@ -250,10 +250,6 @@ class StepGraphs:
 
     # Buffers of the layers.
 
-    def note_preset(self, preset: Any) -> None:
-        """Notes the schemes that layers have now: what was captured before was of other kernels."""
-        self._preset = repr(preset)
-
     def release(self) -> None:
         """Leaves the buffers of a cache that is gone to the next one."""
         if self.sync.buffers is not None:
@@ -389,7 +385,8 @@ class StepGraphs:
         held = [None if buffer.queries is None else buffer.queries.shown for buffer in sync.members]
         shown = tuple([None if x is None else x.data_ptr() for x in held])
         shapes = tuple((name, x.shape, x.dtype, x.device) for name, x in step.tensors.items())
-        kind = (id(model), self.fuses, self._setting(model), tuple(step.rest.items()), shapes, smoothing, shown)
+        launched = id(model), self.fuses, self._setting(model), tuple(step.rest.items()), shapes
+        kind = (*launched, smoothing, shown)
         if kind in self._failed:
             return False, None
         if sync.stale:
@@ -429,12 +426,14 @@ class StepGraphs:
             return False, None
         states = self.states
         runs = buffers.runs[key] = buffers.runs.get(key, 0) + 1
+        # Where vectors and queries lie is no matter; and a budget has compiled the kernels of its layers' new schemes.
+        loaded = (self._preset, *launched, masked)
         # A cache may be given one prompt of a few tokens, which is a step of several, and never another.
-        if runs > 1 or (step.tokens == 1 and (self._preset, key) in interceptor.captured):
+        if runs > 1 or (step.tokens == 1 and loaded in interceptor.captured):
             recorded = self._capture(model, interceptor, cache, tensors, step)
             if recorded is not None:
                 buffers.recordings[key] = recorded
-                interceptor.captured.add((self._preset, key))
+                interceptor.captured.add(loaded)
                 return True, self._replay(recorded, tensors, cache, step)
             if runs > TRIES:
                 self._give_up(model, kind, self._why)
@@ -503,12 +502,15 @@ class StepGraphs:
     ) -> Any:
         """A step in Python, over the buffers: what graphs need is compiled and loaded by it."""
 
+        numbers = NumbersOnDevice()
+
         def run() -> Any:
-            with inside_call(), recording(), self._fused(model, interceptor, step, True):
+            with inside_call(), recording(), numbers, self._fused(model, interceptor, step, True):
                 return model._call_impl(**tensors, **step.rest, **with_cache(model, cache))
 
         with self.states.undone_on_error():
             out = self._whole(cache, tensors, step, run)
+        interceptor.makes_numbers |= numbers.made
         if interceptor.fusion is not None:
             interceptor.fusion.tell(model)
         return out
@@ -540,9 +542,13 @@ class StepGraphs:
             }
         reference, rest = weakref.ref(model), step.rest
 
+        # The mode takes some 2 us at every access to a tensor, of its shape for one.
+        numbers = NumbersOnDevice() if interceptor.makes_numbers else contextlib.nullcontext()
+
         def run(cache: Any) -> Any:
             model = reference()
-            return model._call_impl(**inputs, **rest, **with_cache(model, cache))  # type: ignore[union-attr]
+            with numbers:
+                return model._call_impl(**inputs, **rest, **with_cache(model, cache))  # type: ignore[union-attr]
 
         # Casts of weights that autocast keeps would be gone with its context.
         cached = torch.is_autocast_cache_enabled()
@@ -579,6 +585,7 @@ class StepGraphs:
         if found is not None and self.sync.buffers is None and found.suits(keys):
             for buffer, allocation in zip(self.sync.members, found.allocations, strict=True):
                 buffer.take_over(allocation, found.room)
+                buffer.forget()
             # The padding noted is that of the deleted cache.
             found._visible = None
             self.sync.buffers = found

@@ -42,7 +42,12 @@ class NumbersOnDevice(TorchFunctionMode):
     """Makes ``torch.tensor(number, device=...)`` on the device itself: a graph cannot copy it there.
 
     Transformers 5.17 writes it in every eager mask.
+
+    Attributes:
+        made: whether it has made any.
     """
+
+    made = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """``func`` as it is, but for ``torch.tensor`` of a number."""
@@ -51,6 +56,7 @@ class NumbersOnDevice(TorchFunctionMode):
         if func is torch.tensor and device is not None and len(args) == 1 and isinstance(args[0], (bool, int, float)):
             more = {name: x for name, x in kwargs.items() if name in ("dtype", "requires_grad")}
             if torch.device(device).type != "cpu" and len(more) + 1 == len(kwargs):
+                self.made = True
                 return torch.full((), args[0], device=device, **more)
         return func(*args, **kwargs)
 
@@ -90,8 +96,7 @@ class CapturedGraph:
                 self._graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
                 for other in others:
                     other.wait_stream(side)
-                with NumbersOnDevice():
-                    outputs = run(cache)
+                outputs = run(cache)
                 for other in others:
                     side.wait_stream(other)
                 self._graph.capture_end()

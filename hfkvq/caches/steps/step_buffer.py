@@ -236,8 +236,9 @@ class StepBuffer(Part):
     def forget(self) -> None:
         """Forgets what steps have left in the buffer, which stays."""
         self.open = False
-        if self.state is not None:
-            for part in (self.state.new, self.state.sealed, self.state.flag, self.state.sums, self.state.counts):
+        state = self.state
+        if state is not None:
+            for part in (state.new, state.sealed, state.flag, state.sums, state.counts, state.weight, state.query):
                 part.zero_()
 
     def start(self) -> None:
@@ -383,13 +384,10 @@ class StepBuffer(Part):
         return Allocation(self.tensor, self.pages, self.state, self.plan)
 
     def take_over(self, allocation: Allocation, room: int) -> None:
-        """Takes over the buffer of a layer that is gone, for an empty layer; nothing of its last step is pending."""
-        tensor, _, state, plan = allocation
-        for part in (state.new, state.sealed, state.flag, state.sums, state.counts, state.weight, state.query):
-            part.zero_()
+        """Takes over a buffer in which no step is pending, or that of a layer that is gone: see `forget`."""
         self.tensor, self.pages, self.state, self.plan = allocation
-        self.spec, self.room = plan.spec, room
-        OWNERS[tensor.data_ptr()] = self
+        self.spec, self.room = allocation.plan.spec, room
+        OWNERS[allocation.tensor.data_ptr()] = self
 
     def close(self) -> None:
         """Lets the device's counters count what the last step has sealed; asks it nothing."""
