@@ -592,14 +592,17 @@ class Budget:
             tight = place == "end" or (place == "here" and not cache._sync.seen)
             if not (shape.captured and headroom):
                 return exactly if tight else [least]
-            below = place == "below"
-            steps = below and tokens <= MAX_STEP
+            steps, below = tokens <= MAX_STEP, place == "below"
             share = min(headroom, AHEAD) if below and not steps else headroom
             most = shape.gone + room_ahead([], need - shape.gone, share, True)
-            most = max(most, need + LEAST_STEPS) if steps else most
+            if below:
+                return [max(most, need + LEAST_STEPS) if steps else most]
             # Halving what is ahead; exactly what is needed comes last.
             ahead = [x for x in (need + ((most - need) >> n) for n in range(4)) if x > least]
-            return [most] if below else [*ahead, *(exactly if tight else [least])]
+            if steps and not tight and any(map(any, self.rungs)):
+                # Layers go down rather than move for a few steps.
+                return [x for x in ahead if x >= min(most, need + LEAST_STEPS)]
+            return [*ahead, *(exactly if tight else [least])]
 
         return rooms
 

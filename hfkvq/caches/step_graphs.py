@@ -379,14 +379,8 @@ class StepGraphs:
 
     def _run(self, model: Any, interceptor: CallInterceptor, cache: CapturableCache, step: Step) -> tuple[bool, Any]:
         sync = self.sync
-        # Graphs know where smoothing vectors lie, and keep them.
-        smoothing = tuple([buffer.layer.smoothing for buffer in sync.members])
-        # Graphs write the newest queries where these lie.
-        held = [None if buffer.queries is None else buffer.queries.shown for buffer in sync.members]
-        shown = tuple([None if x is None else x.data_ptr() for x in held])
         shapes = tuple((name, x.shape, x.dtype, x.device) for name, x in step.tensors.items())
-        launched = id(model), self.fuses, self._setting(model), tuple(step.rest.items()), shapes
-        kind = (*launched, smoothing, shown)
+        kind = id(model), self.fuses, self._setting(model), tuple(step.rest.items()), shapes
         if kind in self._failed:
             return False, None
         if sync.stale:
@@ -413,7 +407,12 @@ class StepGraphs:
         if masked and step.mask is not None:
             # Columns that are not there yet are masked.
             tensors["attention_mask"] = torch.nn.functional.pad(step.mask, (0, buffers.room - step.mask.shape[1]))
-        key = (*kind, masked)
+        # Graphs know where smoothing vectors lie, and keep them.
+        smoothing = tuple([buffer.layer.smoothing for buffer in sync.members])
+        # Graphs write the newest queries where these lie.
+        held = [None if buffer.queries is None else buffer.queries.shown for buffer in sync.members]
+        shown = tuple([None if x is None else x.data_ptr() for x in held])
+        key = (*kind, masked, smoothing, shown)
         recorded = buffers.recordings.get(key)
         if recorded is not None and recorded.model() is model and recorded.fingerprint == interceptor.fingerprint():
             return True, self._replay(recorded, tensors, cache, step)
@@ -427,7 +426,7 @@ class StepGraphs:
         states = self.states
         runs = buffers.runs[key] = buffers.runs.get(key, 0) + 1
         # Where vectors and queries lie is no matter; and a budget has compiled the kernels of its layers' new schemes.
-        loaded = (self._preset, *launched, masked)
+        loaded = (self._preset, *kind, masked)
         # A cache may be given one prompt of a few tokens, which is a step of several, and never another.
         if runs > 1 or (step.tokens == 1 and loaded in interceptor.captured):
             recorded = self._capture(model, interceptor, cache, tensors, step)
@@ -501,7 +500,6 @@ class StepGraphs:
         self, model: Any, interceptor: CallInterceptor, cache: CapturableCache, tensors: dict[str, Tensor], step: Step
     ) -> Any:
         """A step in Python, over the buffers: what graphs need is compiled and loaded by it."""
-
         numbers = NumbersOnDevice()
 
         def run() -> Any:

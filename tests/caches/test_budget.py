@@ -24,9 +24,10 @@ from hfkvq.caches.layers.layer import KVLayer
 from hfkvq.caches.layers.memory import held_bytes
 from hfkvq.caches.schemes.eviction import SnapKV
 from hfkvq.caches.schemes.sides import Sides
+from hfkvq.caches.step_graphs import StepGraphs
 from hfkvq.caches.store.requantize import keep_tokens
 from tests.caches.driver import assert_same_bits, same_bits, small, stored
-from tests.caches.graph_recorder import captured, taped  # noqa: F401
+from tests.caches.graph_recorder import PythonGraph, captured, taped  # noqa: F401
 from tests.caches.models import build, prompt
 from tests.caches.test_faults import FailAt, Fault
 
@@ -142,6 +143,40 @@ def go(cache, *states):
     shape = cache.budget._shape(cache, None)
     for rungs in states:
         cache.budget._go(cache, shape, rungs, cache.compressed_layers[0].buffer.room)
+
+
+def test_operations_of_a_change_do_not_grow_with_tokens(model):
+    """Pages are copied, or quantized anew, all together while there is memory for it."""
+    counts = []
+    # The first measures the model, by whose vectors keys are smoothed.
+    for tokens in (30, 210, 2010):
+        cache = MixedKVCache(model, memory="64MiB", graphs=False)
+        forward(model, cache, prompt(1, tokens))
+        cache.budget.reserve(cache, 1)
+        for rungs, room in (((1, 1),) * LAYERS, 2100), (((1, 1),) * LAYERS, 2200), (((2, 2),) * LAYERS, 2200):
+            with FailAt() as counted:
+                cache.budget._go(cache, cache.budget._shape(cache, None), rungs, room)
+            counts.append(counted.count)
+    assert counts[3:6] == counts[6:]
+    # A layer that only moves: most are views.
+    assert counts[4] < 120 * LAYERS
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_step_is_captured_at_once_after_a_change(model, monkeypatch):
+    """One step in Python for the cache, none after its changes, whose kernels are compiled."""
+    monkeypatch.setattr(budget, "LEAST_STEPS", 40)
+    firsts, first, moves, go = [], StepGraphs._first, [], budget.Budget._go
+    monkeypatch.setattr(StepGraphs, "_first", lambda *args: firsts.append(1) or first(*args))
+    monkeypatch.setattr(budget.Budget, "_go", lambda *args: moves.append(1) or go(*args))
+    cache = MixedKVCache(model, memory=600_000)
+    forward(model, cache, prompt(1, 150))
+    for _ in range(500):
+        forward(model, cache, prompt(1, 1))
+    cache.integrity_check()
+    assert max(map(max, cache.budget.rungs)) == 2
+    assert (len(firsts), PythonGraph.made) == (1, 1 + len(moves))
+    assert len(moves) == 3
 
 
 @pytest.mark.parametrize("name", ["best-4.3", "trellis-2.5"])
