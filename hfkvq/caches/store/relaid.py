@@ -193,7 +193,7 @@ def relaid(
         counters[LENGTH:] -= gone
         dropped, settled = state.dropped + gone, max(state.settled, kept.settled)
         state = state.replace(states=kept.states, dropped=dropped, settled=settled)
-    torch.arange(table.numel(), out=table.view(-1))
+    torch.arange(table.numel(), device=table.device, out=table.view(-1))
     rest = (counters[LENGTH] - sink).clamp(min=0)
     longest, page = max(state.longest - sink, 0), form.runs[0][0].page_size
     blocks, states = table.shape[1], list(state.states)
