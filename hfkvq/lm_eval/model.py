@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
+import torch.nn.functional as F
 from accelerate.utils import find_executable_batch_size
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook
@@ -31,7 +33,6 @@ from hfkvq.measure.models import find_model
 from hfkvq.measure.records import clock
 
 from .arguments import check_loading, check_options, take_arguments
-from .likelihood import Answer, Request, Scorer, batches, group_requests
 
 # Within lm-eval's tree of loggers, whose command line shows that tree alone.
 logger = logging.getLogger("lm_eval.models.hf_kvq")
@@ -127,6 +128,68 @@ class _FirstToken(LogitsProcessor):
             self.peak = self.look()
             self.began = clock(self.device)
         return scores
+
+
+Answer = tuple[float, bool]
+"""Sum of the continuation's log-probabilities, and whether greedy decoding would give it."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A continuation to be scored.
+
+    Attributes:
+        head: tokens that are the prompt: the context, but for its last token.
+        fed: tokens that come behind it, through the cache.
+        targets: the continuation, predicted by ``fed``.
+    """
+
+    head: tuple[int, ...]
+    fed: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+@dataclass
+class _Group:
+    """Requests of one head.
+
+    Attributes:
+        rows: by what is fed behind it, the numbers of the requests: several end in another token only.
+    """
+
+    head: tuple[int, ...]
+    rows: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+
+def _group_requests(requests: Sequence[_Request]) -> list[_Group]:
+    """Groups of requests by head, longest first: memory runs out early if at all. Groups without a head come last."""
+    groups: dict[tuple[int, ...], _Group] = {}
+    for number, request in enumerate(requests):
+        group = groups.setdefault(request.head, _Group(request.head))
+        group.rows.setdefault(request.fed, []).append(number)
+    return sorted(groups.values(), key=lambda group: (-len(group.head), group.head))
+
+
+def _batches(groups: Sequence[_Group], size: int) -> Iterator[list[_Group]]:
+    """Groups whose rows together are at most ``size``, one group at least; never with and without a head together."""
+    batch: list[_Group] = []
+    rows = 0
+    for group in groups:
+        if batch and (rows + len(group.rows) > size or bool(batch[0].head) != bool(group.head)):
+            yield batch
+            batch, rows = [], 0
+        batch.append(group)
+        rows += len(group.rows)
+    if batch:
+        yield batch
+
+
+class _Job(NamedTuple):
+    """A row to be fed: its head's row in the prefilled cache, what is fed, and the numbers of the requests."""
+
+    row: int
+    fed: tuple[int, ...]
+    numbers: list[int]
 
 
 @register_model("hf-kvq")
@@ -377,13 +440,11 @@ class HFKVQ(HFLM):
         """Scores continuations behind a context that lies in the cache, in chunks."""
         how = self.cache_arguments
         todo = [self._request(context, continuation) for _, context, continuation in requests]
-        groups = group_requests(todo)
+        groups = _group_requests(todo)
         answers: list[Answer | None] = [None] * len(todo)
         size = override_bs or self.batch_size
         if size == "auto":
             size = self._detect_batch_size(list(requests), 0)
-        pad, dtype = self.tokenizer.pad_token_id or 0, self.softmax_dtype
-        scorer = Scorer(self.model, self.make_cache, how.chunk, pad, dtype, self._count, self.device)
         cost = self._cost()
         quiet = disable_tqdm or override_bs is not None or self.rank != 0
         with (
@@ -394,8 +455,8 @@ class HFKVQ(HFLM):
                 enabled=self.mixed_precision_dtype is not None,
             ),
         ):
-            for batch in batches(groups, size):
-                scorer.score(todo, batch, size, answers)
+            for batch in _batches(groups, size):
+                self._score(todo, batch, size, answers)
                 for number in (number for group in batch for numbers in group.rows.values() for number in numbers):
                     key, context, _ = requests[number]
                     cost.requests += 1
@@ -407,7 +468,7 @@ class HFKVQ(HFLM):
         assert len(done) == len(todo)
         return done
 
-    def _request(self, context: list[int], continuation: list[int]) -> Request:
+    def _request(self, context: list[int], continuation: list[int]) -> _Request:
         limit = self.max_length + 1 - len(continuation)
         if not continuation or limit < 1:
             raise ValueError(
@@ -415,7 +476,78 @@ class HFKVQ(HFLM):
             )
         # The head ends one token before the continuation, which is then predicted through the cache alone.
         *head, last = self._fit(context, limit)
-        return Request(tuple(head), (last, *continuation[:-1]), tuple(continuation))
+        return _Request(tuple(head), (last, *continuation[:-1]), tuple(continuation))
+
+    @torch.no_grad()
+    def _score(
+        self, requests: Sequence[_Request], batch: Sequence[_Group], size: int, answers: list[Answer | None]
+    ) -> None:
+        """Answers the requests of groups that are prefilled together, of which ``size`` rows at most are fed at once.
+
+        ``answers`` are written, by the requests' numbers.
+        """
+        cache, pad = self.make_cache(), self.tokenizer.pad_token_id or 0
+        ids, mask = (x.to(self.device) for x in _padded([group.head for group in batch], pad, "left"))
+        length = ids.shape[1]
+        if length:
+            self._forward(ids, mask, cache, last_only=True)
+        jobs = [_Job(row, fed, numbers) for row, group in enumerate(batch) for fed, numbers in group.rows.items()]
+        # Neighbours have continuations of similar lengths.
+        jobs.sort(key=lambda job: -len(job.fed))
+        # Rows that share a prompt share its pages, which would make any scheme look smaller than it is.
+        shared = length > 0 and len(jobs) > len(batch)
+        if shared:
+            self._count(cache, mask)
+        pieces = [jobs[start : start + size] for start in range(0, len(jobs), size)]
+        for number, piece in enumerate(pieces):
+            own = cache
+            if number + 1 < len(pieces):
+                own = copy.deepcopy(cache) if length else self.make_cache()
+            rows = torch.tensor([job.row for job in piece], device=self.device, dtype=torch.int64)
+            if length and [job.row for job in piece] != list(range(len(batch))):
+                own.batch_select_indices(rows)
+            columns = self._feed(own, mask[rows], piece, requests, answers)
+            if not shared:
+                self._count(own, columns)
+
+    def _feed(
+        self,
+        cache: Cache,
+        mask: Tensor,
+        piece: Sequence[_Job],
+        requests: Sequence[_Request],
+        answers: list[Answer | None],
+    ) -> Tensor:
+        """Answers the requests of the jobs, row by row of the cache; returns the mask of its columns."""
+        chunk, wanted = self.cache_arguments.chunk, [(x, row) for row, job in enumerate(piece) for x in job.numbers]
+        rows = torch.tensor([row for _, row in wanted], device=self.device, dtype=torch.int64)
+        targets = _padded([requests[number].targets for number, _ in wanted], 0, "right")[0].to(self.device)
+        ids = _padded([job.fed for job in piece], self.tokenizer.pad_token_id or 0, "right")[0].to(self.device)
+        scores, hits = [], []
+        for part, target in zip(ids.split(chunk, 1), targets.split(chunk, 1), strict=True):
+            mask = torch.cat([mask, torch.ones_like(part)], 1)
+            logits = self._forward(part, mask, cache)
+            columns = torch.arange(logits.shape[1], device=logits.device)
+            log_p = F.log_softmax(logits, -1, dtype=self.softmax_dtype)
+            scores.append(log_p[rows[:, None], columns, target])
+            hits.append(logits.argmax(-1)[rows] == target)
+        score, hit = torch.cat(scores, 1), torch.cat(hits, 1).cpu()
+        for at, (number, _) in enumerate(wanted):
+            end = len(requests[number].targets)
+            answers[number] = (float(score[at, :end].sum()), bool(hit[at, :end].all()))
+        return mask
+
+    def _forward(self, ids: Tensor, mask: Tensor, cache: Cache, last_only: bool = False) -> Tensor:
+        extra: dict[str, Any] = {}
+        named = inspect.signature(self._subject.forward).parameters
+        if "position_ids" in named:
+            # Padding is no position, as in `generate`.
+            extra["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        if last_only and "logits_to_keep" in named:
+            extra["logits_to_keep"] = 1
+        return self.model(
+            input_ids=ids, attention_mask=mask, **with_cache(self.model, cache), use_cache=True, **extra
+        ).logits
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
         """See `HFLM._detect_batch_size`: the largest batch that fits, tried with the cache."""
@@ -451,7 +583,7 @@ def _held(cache: Cache) -> int:
     return sum(tensor.nbytes for layer in cache.layers for tensor in vars(layer).values() if isinstance(tensor, Tensor))
 
 
-def _padded(rows: Sequence[list[int]], pad: int, side: str) -> tuple[Tensor, Tensor]:
+def _padded(rows: Sequence[Sequence[int]], pad: int, side: str) -> tuple[Tensor, Tensor]:
     """Token ids and mask (B, T) of rows, padded on the "left" or "right"."""
     longest = max(map(len, rows))
     ids = torch.full((len(rows), longest), pad, dtype=torch.int64, device="cpu")
