@@ -52,8 +52,7 @@ from hfkvq.measure.models import find_model, load_model, load_tokenizer
 from hfkvq.measure.records import clock, commit, device_name, now, versions
 from hfkvq.measure.tables import markdown_table
 from hfkvq.sizes import parse_size
-from hfkvq.tuning.objectives import TextKLD
-from hfkvq.tuning.score import Objective
+from hfkvq.tuning.objectives import Objective, TextKLD
 
 PRESETS = ("full", "best-4.3", "best-3.4", "best-2.8", "best-2.5")
 MUCH = 2**50

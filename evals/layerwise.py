@@ -15,7 +15,7 @@ from typing import Any
 from hfkvq.caches.schemes.base import Scheme, list_schemes
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.measure.records import now, versions
-from hfkvq.tuning.score import Objective, Score
+from hfkvq.tuning.objectives import Objective, Score
 
 Candidates = Sequence[Preset | Scheme | str] | Mapping[str, Preset | Scheme | str]
 

@@ -3,8 +3,7 @@
 Searches with Optuna, which comes with the extra ``hfkvq[tune]``, are in `hfkvq.tuning.study`.
 """
 
-from .objectives import LmEvalTasks, TextKLD
+from .objectives import LmEvalTasks, Score, TextKLD
 from .room import fit_room, measure_room
-from .score import Score
 
 __all__ = ["LmEvalTasks", "Score", "TextKLD", "fit_room", "measure_room"]

@@ -21,9 +21,8 @@ from hfkvq.measure.models import Source, load_model
 from hfkvq.measure.tables import new_table
 from hfkvq.version import __version__
 
-from .objectives import LmEvalTasks, TextKLD
+from .objectives import COSTS, LmEvalTasks, Objective, Score, TextKLD
 from .room import COVERAGE, fit_room, raises_by_threshold
-from .score import COSTS, Objective, Score
 from .study import Point, TuningStudy, open_storage, space_of, tune, words_of
 
 OBJECTIVES = ("kld", "tasks")

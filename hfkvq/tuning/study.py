@@ -34,7 +34,7 @@ from hfkvq.bounded import DAMAGE
 from hfkvq.caches.schemes.base import Scheme, get_scheme, list_schemes, nearest
 from hfkvq.caches.schemes.preset import Preset, get_preset
 
-from .score import COSTS, Cost, Objective, Score
+from .objectives import COSTS, Cost, Objective, Score
 
 SETUP, SCORE, HELD_OUT = "hfkvq:setup", "hfkvq:score", "hfkvq:held_out"
 REFERENCE = "hfkvq:reference"

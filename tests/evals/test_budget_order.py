@@ -11,7 +11,7 @@ from hfkvq import MixedKVCache
 from hfkvq.caches.budget import ORDER_KIND
 from hfkvq.caches.schemes.full import Full
 from hfkvq.caches.schemes.kivi import Kivi
-from hfkvq.tuning.score import Score
+from hfkvq.tuning.objectives import Score
 from tests.caches.models import build
 
 LAYERS = 4

@@ -8,7 +8,7 @@ import torch
 from evals.layerwise import tune_layers
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import get_preset
-from hfkvq.tuning.score import Score
+from hfkvq.tuning.objectives import Score
 from tests.caches.models import build
 
 BITS = {get_scheme("kivi-2"): 2.0, get_scheme("kivi-4"): 4.0, get_scheme("full"): 16.0}

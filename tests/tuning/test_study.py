@@ -8,7 +8,7 @@ import pytest
 
 from hfkvq import get_scheme
 from hfkvq.caches import get_preset
-from hfkvq.tuning.score import Score
+from hfkvq.tuning.objectives import Score
 from hfkvq.tuning.study import load_study, published, space_of, tune
 
 SPACE = {"tau_bf16": (0.1, 2.0), "tau_int4": (0.1, 2.0)}
