@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -607,9 +607,29 @@ def serve(
                 fail(
                     f"{name}: got {value}, but vLLM has no such option; leave it out, or use vllm serve (docs/vllm.md)."
                 )
-        requests = VLLM_REQUESTS if max_requests is None else max_requests
-        given = {"max-num-seqs": requests, "max-num-batched-tokens": max_batch_tokens, "dtype": dtype.value}
-        become_vllm(model, DEFAULT if scheme is None else scheme, {"host": host, "port": port, **given})
+        if importlib.util.find_spec("vllm") is None:
+            fail("engine: vllm is not installed; pip install 'vllm==0.25.*', or leave out --engine.")
+
+        from hfkvq.caches import get_scheme
+        from hfkvq.measure.models import find_model
+        from hfkvq.vllm import DTYPE
+
+        named = DEFAULT if scheme is None else scheme
+        get_scheme(named)
+        options = {
+            "host": host,
+            "port": port,
+            "max-num-seqs": VLLM_REQUESTS if max_requests is None else max_requests,
+            "max-num-batched-tokens": max_batch_tokens,
+            "dtype": dtype.value,
+            "served-model-name": model or "reference",
+            "attention-backend": "CUSTOM",
+            "kv-cache-dtype": DTYPE,
+        }
+        words = [str(word) for name, value in options.items() if value is not None for word in (f"--{name}", value)]
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", find_model(model).path, *words]
+        # This process ends as vLLM's server.
+        os.execve(sys.executable, command, {**os.environ, "HFKVQ_SCHEME": named})
     beside = {"--scheme": scheme, "--num-blocks": num_blocks, "--max-memory-percent": max_memory_percent}
     for name, value in beside.items() if memory is not None else ():
         if value is not None:
@@ -651,26 +671,6 @@ def serve(
         server.wait()
     except KeyboardInterrupt:
         server.close()
-
-
-def become_vllm(model: str | None, scheme: str, options: dict[str, object]) -> NoReturn:
-    """Ends this process as vLLM's server of a model, with the plug-in's scheme.
-
-    Args:
-        model: the name that clients use.
-        options: of vLLM's server, by name; those that are None are left out.
-    """
-    from hfkvq.caches import get_scheme
-    from hfkvq.measure.models import find_model
-    from hfkvq.vllm import DTYPE
-
-    if importlib.util.find_spec("vllm") is None:
-        fail("engine: vllm is not installed; pip install 'vllm==0.25.*', or leave out --engine.")
-    get_scheme(scheme)
-    options |= {"served-model-name": model or "reference", "attention-backend": "CUSTOM", "kv-cache-dtype": DTYPE}
-    words = [str(word) for name, value in options.items() if value is not None for word in (f"--{name}", value)]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", find_model(model).path, *words]
-    os.execve(sys.executable, command, {**os.environ, "HFKVQ_SCHEME": scheme})
 
 
 def main() -> None:

@@ -13,10 +13,11 @@ import json
 from collections import Counter
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from transformers import AutoProcessor
 from transformers.utils import logging
 
 from evals.triaxial.allocation import Point, Sensitivity, make_table, sweep
@@ -24,7 +25,7 @@ from evals.triaxial.calibration import calibrate as measure
 from evals.triaxial.conversations import encode, load_conversations
 from hfkvq.caches.tags import TAGS, ChatFormat, Tagger, get_format
 from hfkvq.measure.demo.prompts import load
-from hfkvq.measure.models import find_model, load_processor, load_tokenizer
+from hfkvq.measure.models import Source, find_model, load_tokenizer
 from hfkvq.measure.tables import new_table
 from hfkvq.progress import progress_bar, stoppable
 from hfkvq.terminal import (
@@ -42,6 +43,14 @@ from hfkvq.terminal import (
 )
 
 app = typer.Typer(help="Tables of bits for TriAxialKV.", no_args_is_help=True, add_completion=False, cls=Commands)
+
+
+def load_processor(source: Source) -> Any:
+    """Processor that makes tokens of text and images together."""
+    try:
+        return AutoProcessor.from_pretrained(source.path, trust_remote_code=False)
+    except (ImportError, OSError, ValueError) as error:
+        raise ValueError(f"model: the processor of {source.name!r} cannot be loaded: {error}") from error
 
 
 @app.command()

@@ -16,7 +16,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoProcessor,
     AutoTokenizer,
     PreTrainedTokenizerBase,
 )
@@ -172,18 +171,6 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def load_processor(source: Source) -> Any:
-    """Processor that makes tokens of text and images together.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
-    try:
-        return AutoProcessor.from_pretrained(source.path, trust_remote_code=False)
-    except (ImportError, OSError, ValueError) as error:
-        raise _unloadable(source, "the processor of ", error) from error
 
 
 def load_model(source: Source, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Any:
