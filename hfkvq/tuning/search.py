@@ -17,7 +17,7 @@ from hfkvq.caches import Preset, get_preset, list_schemes
 from hfkvq.measure.divergence.intervals import check_scipy
 from hfkvq.measure.divergence.run import check_context, check_prompt, check_schemes, find_checkpoint
 from hfkvq.measure.divergence.windows import cut, find_texts
-from hfkvq.measure.models import Source, load_model
+from hfkvq.measure.models import load_model
 from hfkvq.measure.tables import new_table
 from hfkvq.version import __version__
 
@@ -124,9 +124,20 @@ def make_plan(
         about |= {"context": context, "prefill": prompt, "chunk": chunk, "tokens_sha256": windows.sha256}
         tokens = windows.tokens[:samples]
     else:
-        loaded, one, other = _lm_eval(
-            checkpoint.source, tasks, samples, held_out, batch_size, str(device), dtype, storage
-        )
+        from lm_eval.tasks import TaskManager
+
+        from hfkvq.lm_eval.model import HFKVQ
+
+        manager = TaskManager(metadata={"pretrained": checkpoint.source.path})
+        for name in (task.partition(":")[0] for task in tasks):
+            if name not in manager.all_tasks:
+                raise ValueError(f"tasks: got {name!r}, which lm-eval does not know; `lm-eval ls tasks` lists them.")
+        open_storage(storage)
+        make: Any = HFKVQ
+        lm = make(pretrained=checkpoint.source.path, device=str(device), dtype=dtype, batch_size=batch_size)
+        loaded, numbers = lm.model, list(range(samples + held_out))
+        one = LmEvalTasks(lm, tasks, numbers[:samples], task_manager=manager)
+        other = LmEvalTasks(lm, tasks, numbers[samples:], task_manager=manager)
         about["tasks"] = list(tasks)
     if thresholds and tokens is None and (text or dataset):
         texts = given or find_texts(None, dataset, "test", "text", False, seed)
@@ -136,33 +147,6 @@ def make_plan(
     if thresholds and tokens is not None:
         fit = partial(fit_room, loaded, tokens=tokens, coverage=coverage, batch_size=batch_size)
     return Plan(preset, one, other, checkpoint.source.name, about, cost, fit)
-
-
-def _lm_eval(
-    source: Source,
-    tasks: Sequence[str],
-    samples: int,
-    held_out: int,
-    batch_size: int,
-    device: str,
-    dtype: str,
-    storage: str | None,
-) -> tuple[Any, Objective, Objective]:
-    from lm_eval.tasks import TaskManager
-
-    from hfkvq.lm_eval.model import HFKVQ
-
-    manager = TaskManager(metadata={"pretrained": source.path})
-    for name in (task.partition(":")[0] for task in tasks):
-        if name not in manager.all_tasks:
-            raise ValueError(f"tasks: got {name!r}, which lm-eval does not know; `lm-eval ls tasks` lists them.")
-    open_storage(storage)
-    make: Any = HFKVQ
-    lm = make(pretrained=source.path, device=device, dtype=dtype, batch_size=batch_size)
-    numbers = list(range(samples + held_out))
-    one = LmEvalTasks(lm, tasks, numbers[:samples], task_manager=manager)
-    other = LmEvalTasks(lm, tasks, numbers[samples:], task_manager=manager)
-    return lm.model, one, other
 
 
 def run(plan: Plan, on_progress: Callable[[int, str], Any], name: str | None = None, **options: Any) -> TuningStudy:

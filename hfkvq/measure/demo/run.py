@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -141,7 +140,7 @@ def run_demo(
         assert memory is not None
         prompt_tokens, prompt_seconds, decode_tokens, decode_seconds = spent.tolist()
         compared = sum(score.compared for score in scores.values())
-        mean, high = _kl([kl for score in scores.values() for kl in score.kl])
+        kl = torch.cat([part for score in scores.values() for part in score.kl])
         rows.append(
             {
                 "name": name,
@@ -154,9 +153,9 @@ def run_demo(
                 "context_tokens": memory.tokens,
                 "accuracy": sum(x.right for x in scores.values()) / sum(x.total for x in scores.values()),
                 "agreement": sum(x.agreeing for x in scores.values()) / compared if compared else None,
-                "kl_mean": finite(mean),
-                "kl_999": finite(high),
-                "kl_positions": sum(len(kl) for score in scores.values() for kl in score.kl),
+                "kl_mean": float(kl.mean()) if len(kl) else None,
+                "kl_999": float(kl.quantile(0.999)) if len(kl) else None,
+                "kl_positions": len(kl),
                 "prompt_tokens_per_second": prompt_tokens / prompt_seconds,
                 "decode_tokens_per_second": decode_tokens / decode_seconds if decode_tokens else None,
                 "tasks": {task: score.described() for task, score in scores.items()},
@@ -202,12 +201,6 @@ class _Score:
             "kl_mean": float(kl.mean()) if len(kl) else None,
             "kl_positions": len(kl),
         }
-
-
-def _kl(parts: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Mean and 99.9 % quantile; NaN if nothing was measured."""
-    kl = torch.cat(list(parts))
-    return (float(kl.mean()), float(kl.quantile(0.999))) if len(kl) else (math.nan, math.nan)
 
 
 def _kl_rows(batches: Sequence[Batch], tokens: int) -> list[int]:

@@ -138,12 +138,13 @@ def presets_for(
 ) -> dict[str, Preset | None]:
     """Presets by name; defaults only if they can hold the heads."""
     chosen: dict[str, Preset | None] = {}
-    latents = latent_dims(text_config(found.config)) is not None
+    latents = latent_dims(text_config(found.config))
     usual = widest_first(listed("fit")) if default is None else default
     for name in split(schemes) or (STOCK[0], *usual):
         preset = None if name in STOCK else get_preset(name)
+        by_layer = [] if preset is None else preset.by_layer(len(found.layers))
         try:
-            for scheme in () if preset is None else preset.by_layer(len(found.layers)):
+            for scheme in by_layer:
                 if scheme.latents and not latents:
                     raise ValueError("it is for models with latent attention; choose another, e.g. best-4.3.")
                 for layer in found.layers:
@@ -155,15 +156,7 @@ def presets_for(
                 raise ValueError(f"{name}: {error}") from None
             continue
         # Latents in other formats are dequantized in each step.
-        suits = default is None or not latents or preset is None or _attends(preset, found)
-        if schemes is not None or suits:
+        odd = latents is not None and any(latent_layout(scheme, *latents) is None for scheme in by_layer)
+        if schemes is not None or default is None or not odd:
             chosen[name] = preset
     return chosen
-
-
-def _attends(preset: Preset, found: Outline) -> bool:
-    """True if steps attend to latents as the preset stores them."""
-    dims = latent_dims(text_config(found.config))
-    return dims is None or all(
-        latent_layout(scheme, *dims) is not None for scheme in preset.by_layer(len(found.layers))
-    )
