@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from evals.charts import is_own
-from evals.figures import read
+from evals.figures import RESULTS, has_changed, read
 from evals.shapes import get_config
 from hfkvq.caches import get_scheme, list_schemes
 from hfkvq.caches.cache import DEFAULT_SCHEME
@@ -34,6 +36,16 @@ USES = {
     "kitty-pro": "a published method, for comparison",
 }
 """Uses of presets, in the ladder's last column."""
+
+FRONTIER = "kld-qwen2.5-coder-1.5b-frontier-*.json"
+OTHERS = {
+    "evals.simulated:FP8": "vLLM fp8",
+    "evals.simulated:TurboQuant": "vLLM turboquant 4",
+    "evals.simulated:TurboQuant:key_bits=3:value_bits=3": "vLLM turboquant 3",
+    "evals.simulated:LlamaCpp": "llama.cpp q4_0",
+    "evals.simulated:LlamaCpp:bits_each=8": "llama.cpp q8_0",
+}
+"""Names of simulated formats in the picture."""
 
 PUBLISHED = ("saw-int4", "kitty-pro")
 """Methods of others in the ladder."""
@@ -153,34 +165,57 @@ def results() -> str:
     return markdown_table(tuple(head), lines)
 
 
+def points(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Divergence of rows of `hfkvq kld` by cache; simulated ones with their bits, under the names of `OTHERS`."""
+    found = {}
+    for row in rows:
+        (low, high), name = row["kld"]["interval"], OTHERS.get(row["name"], row["name"])
+        found[name] = {"kld": row["kld"]["mean"], "low": low, "high": high}
+        if row.get("simulated"):
+            found[name]["bits"] = row["total_bits"]
+    return found
+
+
+def frontier_of_qwen() -> dict[str, dict[str, Any]]:
+    """Rows of Qwen2.5 on the bundled texts with formats of others, of the newest such file; nothing without one."""
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob(FRONTIER)]
+    newest = max(records, key=lambda record: record["date"], default={})
+    return points(row for row in newest.get("rows", ()) if not has_changed(row))
+
+
 def picture(path: Path) -> None:
-    """Divergence against bits: Qwen2.5 with names and intervals, SmolLM2 in grey behind it."""
+    """Divergence against bits: Qwen2.5 with names and intervals, SmolLM2 and formats of vLLM and llama.cpp in grey."""
     from matplotlib.lines import Line2D
 
     from evals.charts import BLUE, GREY, RED, new_figure, save_figure
-    from evals.frontier import write_names
+    from evals.frontier import rows, write_names
+
+    both = (losses(SMOLLM2), losses(QWEN))
+    if found := frontier_of_qwen():
+        both = (points(row for row in rows() if not has_changed(row) and not row.get("simulated")), found)
 
     figure, grid = new_figure(8.6, 5.2)
     axes, places, colors = grid[0][0], [], {}
-    for model, grey in ((losses(SMOLLM2), True), (losses(QWEN), False)):
-        for preset in (*ladder(), *MORE):
+    for model, grey in zip(both, (True, False), strict=True):
+        for preset, one in model.items():
             # Evicting presets have no bits of their own; rotated values add nothing to see.
-            if preset in ("full", "arkv", "saw-int4-kv") or preset not in model:
+            if preset in ("full", "arkv", "saw-int4-kv") or ":" in preset:
                 continue
-            one, x = model[preset], float(bits(preset).split(" to ")[-1])
-            color, mark = (RED, "D") if is_own(preset) else (BLUE, "o")
+            x = one.get("bits") or float(bits(preset).split(" to ")[-1])
+            color, mark = (RED, "D") if is_own(preset) else (GREY, "x") if "bits" in one else (BLUE, "o")
             color = GREY if grey else color
             sides = [[one["kld"] - one["low"]], [one["high"] - one["kld"]]]
             axes.errorbar(x, one["kld"], None if grey else sides, fmt=mark, color=color, markersize=5 if grey else 7)
             if not grey:
                 places.append((preset, (x, one["kld"])))
-                colors[preset] = color
+                colors[preset] = "0.35" if color == GREY else color
         floor = model["full"]["kld"]
         axes.axhline(floor, color=GREY, linewidth=0.8 if grey else 1.2, linestyle="--")
         words = f"{'SmolLM2' if grey else 'Qwen2.5-Coder'} in 16 bits: rounding alone"
         at = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points"}
-        axes.annotate(words, (0.995, floor), **at, ha="right", fontsize=8, color="0.4")
-    axes.set(yscale="log", xlim=(min(x for _, (x, _) in places) - 0.3, 5.6), ylim=(0.00025, 0.6))
+        axes.annotate(words, (0.005, floor), **at, fontsize=8, color="0.4")
+    least, *_, most = sorted(x for _, (x, _) in places)
+    axes.set(yscale="log", xlim=(least - 0.3, most + 0.6), ylim=(0.00025, 0.6))
     axes.set_yticks([0.001, 0.003, 0.01, 0.03, 0.1, 0.3], ["0.001", "0.003", "0.01", "0.03", "0.1", "0.3"])
     axes.minorticks_off()
     axes.grid(alpha=0.25)
@@ -194,6 +229,8 @@ def picture(path: Path) -> None:
         (BLUE, "o", "published methods, in hfkvq"),
         (GREY, "o", "the same on SmolLM2-135M"),
     )
+    if any("bits" in one for one in both[1].values()):
+        kinds += ((GREY, "x", "vLLM's and llama.cpp's formats, simulated"),)
     handles = [Line2D([], [], color=color, marker=mark, linestyle="none", label=label) for color, mark, label in kinds]
     axes.legend(handles=handles, frameon=False, loc="upper right", fontsize=9)
     write_names(axes, places, colors, {name for name in colors if is_own(name)})

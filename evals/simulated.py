@@ -6,6 +6,8 @@ Run it from the root of a checkout. Only losses can be measured so, and bits are
 save no memory. Each token is rounded once, when it leaves the method's window.
 
     FP4          SGLang's FP4, the baseline of TriAxialKV's tables
+    FP8          vLLM's fp8 cache
+    LlamaCpp     llama.cpp's q4_0 and q8_0
     TurboQuant   arXiv 2504.19874, as vLLM has it
     OmniScaled   OScaR, "omni-scaled canalized rotation", arXiv 2605.19660
     Oscar        OSCAR, "offline spectral covariance-aware rotation", arXiv 2605.17757
@@ -128,7 +130,7 @@ class Simulated(OtherCache):
         return {"cache": type(self).__name__, "simulated": True, **dataclasses.asdict(self)}
 
     def check(self, config: Any) -> None:
-        """Refuses heads that no Hadamard matrix rotates, as all of these methods but FP4 do."""
+        """Refuses heads that no Hadamard matrix rotates, as all of these methods but FP4 and FP8 do."""
         dim = head_dim(config)
         if dim & (dim - 1):
             raise ValueError(f"schemes: {type(self).__name__} takes heads of a power of two channels; got {dim}.")
@@ -198,6 +200,82 @@ class FP4(Simulated):
         return [LayerFormat(fp4, fp4, bits=4 + 8 / BLOCK, code_bits=4, step_reads_stored=True)] * full_layers(
             model.config
         )
+
+
+# FP8.
+
+
+def fp8(x: Tensor) -> Tensor:
+    """Numbers in E4M3, without a scale; those beyond its 448 become 448."""
+    return x.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8(Simulated):
+    """Keys and values in 8-bit floats, all tokens at once: vLLM's ``--kv-cache-dtype fp8``, uncalibrated."""
+
+    about = "FP8: vLLM's fp8 cache, simulated; E4M3 without scales, no window and no sink."
+
+    def check(self, config: Any) -> None:
+        if not full_layers(config):
+            raise ValueError("schemes: FP8 takes layers of full attention; got none.")
+
+    def forms(self, model: Any, tokenizer: Any, tokens: Tensor) -> Sequence[LayerFormat | None]:
+        return [LayerFormat(fp8, fp8, bits=8, code_bits=8, step_reads_stored=True)] * full_layers(model.config)
+
+
+# llama.cpp.
+
+Q_BLOCK = 32
+"""Channels of a token that share a scale."""
+
+
+def llama_cpp(x: Tensor, bits: int, rotate: bool) -> Tensor:
+    """Tokens (..., D) in q4_0 or q8_0: per block ``d q``, d in f16: the number farthest from 0 over -8, or over 127."""
+    y = rotated(x) if rotate else x.float()
+    blocks = y.unflatten(-1, (-1, Q_BLOCK))
+    far = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    scale = far / -8 if bits == 4 else far.abs() / 127
+    ratio = torch.where(scale == 0, 0.0, blocks / torch.where(scale == 0, 1.0, scale))
+    codes = (ratio + 8.5).floor().clamp(max=15) - 8 if bits == 4 else ratio.round()
+    found = (codes * scale.half().float()).flatten(-2)
+    return rotated(found) if rotate else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaCpp(Simulated):
+    """Keys and values in q4_0 or q8_0, all tokens at once.
+
+    Differs from llama.cpp: a prompt attends to its own tokens as they came, there as they are stored.
+
+    Attributes:
+        bits_each: of a channel, 4 or 8.
+        rotate: with a Hadamard matrix over the channels of a head; llama.cpp rotates since its pull request 21038.
+    """
+
+    about = (
+        "LlamaCpp: llama.cpp's q4_0 or q8_0, simulated; a scale of 16 bits for 32 channels of a token, rotated, no "
+        "window and no sink."
+    )
+
+    bits_each: int = 4
+    rotate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bits_each not in (4, 8):
+            raise ValueError(f"bits_each: got {self.bits_each}, allowed 4 and 8.")
+
+    def check(self, config: Any) -> None:
+        super().check(config)
+        if head_dim(config) % Q_BLOCK:
+            raise ValueError(
+                f"schemes: LlamaCpp takes heads of multiples of {Q_BLOCK} channels; got {head_dim(config)}."
+            )
+
+    def forms(self, model: Any, tokenizer: Any, tokens: Tensor) -> Sequence[LayerFormat | None]:
+        rounds = partial(llama_cpp, bits=self.bits_each, rotate=self.rotate)
+        form = LayerFormat(rounds, rounds, self.bits_each + 16 / Q_BLOCK, self.bits_each, step_reads_stored=True)
+        return [form] * full_layers(model.config)
 
 
 # TurboQuant.

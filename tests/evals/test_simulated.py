@@ -85,6 +85,7 @@ def test_what_leaves_the_window_is_rounded_once() -> None:
     [
         # D = 32, 2 KV heads; 300 tokens, f32.
         ("FP4", 4 + 8 / 16, 300, 300),
+        ("LlamaCpp", 4 + 16 / 32, 300, 300),
         ("Oscar", (2 + 32 / 32), 300, 0),
         ("Oscar:recent=100", (2 + 32 / 32), 300, 300 - 164),
         ("SawHessian", (4 + 32 / 32), 300, 300),
@@ -111,6 +112,27 @@ def test_the_first_and_last_layers_stay_whole() -> None:
     model = build("qwen3", num_hidden_layers=5)
     forms = simulated.TurboQuant().forms(model, None, prompt(1, 8))
     assert [form is not None for form in forms] == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_llama_cpps_blocks_by_hand(bits) -> None:
+    """The number farthest from 0 is -8 d in q4_0, so that the other end has 7; q8_0 has 127 on both sides."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 3, 64)
+    x[0, 0, 0, :32] = 0
+    got = simulated.llama_cpp(x, bits, rotate=False).reshape(-1, 32)
+    for block, found in zip(x.reshape(-1, 32).tolist(), got.tolist(), strict=True):
+        far = max(block, key=abs)
+        scale = (far / -8 if bits == 4 else abs(far) / 127) or 1.0
+        codes = [min(15, math.floor(a / scale + 8.5)) - 8 if bits == 4 else round(a / scale) for a in block]
+        assert found == pytest.approx([code * half(scale) for code in codes], abs=1e-6)
+    turned = simulated.llama_cpp(x, bits, rotate=True)
+    assert (turned - x).abs().max() < (0.6 if bits == 4 else 0.05)
+    torch.testing.assert_close(turned[0, 0, 0, 32:].norm(), x[0, 0, 0, 32:].norm(), rtol=0.1, atol=0)
+
+
+def test_fp8_ends_at_its_largest_number() -> None:
+    assert simulated.fp8(torch.tensor([1000.0, -1000.0, 1.06, 0.0])).tolist() == [448, -448, 1.0, 0]
 
 
 def test_fp4_by_hand() -> None:
