@@ -36,13 +36,6 @@ GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
         "loose": (16, 32),
         "max_registers": (168, 128, 0),
     },
-    "digits-2": {
-        "programs_per_sm": (6, 8, 11, 12),
-        "stages": (3, 5, 7),
-        "max_registers": (0, 168),
-        "step": (0,),
-        "loose": (16, 32),
-    },
     "digits-4": {
         "programs_per_sm": (6, 8, 12),
         "stages": (3, 5, 7),

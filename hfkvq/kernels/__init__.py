@@ -7,7 +7,6 @@ from .dispatch import use_interpreter, use_reference
 from .gather import gather_requests, gather_rows
 from .hadamard import hadamard
 from .latent import latent_attention, store_attention
-from .moments import attention_moments
 from .norms import page_norms
 from .pages import PageFormat, RunView, StoreFormat
 from .place import place
@@ -26,7 +25,6 @@ __all__ = [
     "RunView",
     "StoreFormat",
     "append",
-    "attention_moments",
     "channel_widths",
     "claim",
     "decode_attention",

@@ -483,10 +483,6 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
             query = tensor(store.batch, 4 * store.heads, 1, dim, dtype)
             asked = (None, None, 0.1, 0.0, store.format, True)
             kernels.decode_attention(query, store.counters, store.windows, store.state.flat_runs(), *asked)
-    for queries, sinks in ((32, None), (1, torch.zeros(2, 4))):
-        with case(f"moments over {queries} queries, {'no ' if sinks is None else ''}sinks"):
-            real = torch.ones(2, queries, dtype=torch.bool)
-            kernels.attention_moments(tensor(2, 4, 1000, queries, F32).mT, sinks, real)
     for dtype, dim in ((BF16, 128), (F16, 80)):
         with case(f"smooth, heads of {dim}, {dtype}"):
             kernels.smooth(*(torch.zeros(2, heads, 3, dim, dtype=dtype) for heads in (8, 2)), torch.zeros(3, 2, dim))

@@ -447,14 +447,14 @@ def test_tiles_take_the_main_kernel(name):
 @pytest.mark.parametrize(
     ("store", "share", "softcap", "expected"),
     [
-        ("s0;k0;v0;2c128p128/2t128p128", 4, 0.0, True),
+        ("s0;k0;v0;4t128p128/4t128p128", 4, 0.0, True),
         ("s0;k0;v0;4t128p128/4t128p128", 1, 0.0, True),
-        ("s0;k0;v0;2c128p128/2t128p128", 5, 0.0, False),
-        ("s0;k0;v0;2c128p128/2t128p128", 4, 9.0, False),
-        ("s0;k0;v0;2c128p128+4x32/2t128p128", 4, 0.0, False),
-        ("s0;k0;v0;2c128p128/2t128p128t", 4, 0.0, False),
-        ("s0;k0;v0;2c32p128/2t128p128", 4, 0.0, False),
-        ("s0;k0;v0;4c128p128n/4t128p128n", 4, 0.0, False),
+        ("s0;k0;v0;4t128p128/4t128p128", 5, 0.0, False),
+        ("s0;k0;v0;4t128p128/4t128p128", 4, 9.0, False),
+        ("s0;k0;v0;2c128p128/2t128p128", 4, 0.0, False),
+        ("s0;k0;v0;4t32p128/4t128p128", 4, 0.0, False),
+        ("s0;k0;v0;4c128p128/4t128p128", 4, 0.0, False),
+        ("s0;k0;v0;4t128p128/4t128p128n", 4, 0.0, False),
         ("w200;s0;k0;v0;4t128p128/4t128p128", 4, 0.0, False),
     ],
 )
@@ -471,9 +471,9 @@ def test_integer_products_where_two_columns_hold_a_query(store, share, softcap, 
 
 
 @pytest.mark.parametrize("backend", ["interpret"], indirect=True)
-@pytest.mark.parametrize(("runs", "step"), [("2c128p128/2t128p128", 64), ("4t128p128/4t128p128", 64)])
-def test_short_rows_have_parts_of_pages_as_programs(monkeypatch, backend, runs, step):
+def test_short_rows_have_parts_of_pages_as_programs(monkeypatch, backend):
     """Of as many programs as only a GPU runs at a time."""
+    runs, step = "4t128p128/4t128p128", 64
     pair_format = pytest.importorskip("hfkvq.kernels.triton.pair_format")
     from hfkvq.kernels.triton import decode as launcher
     from hfkvq.kernels.triton import decode_plan as planner
@@ -505,7 +505,7 @@ def test_short_rows_have_parts_of_pages_as_programs(monkeypatch, backend, runs, 
     windows = (1, 128, 32, 32, torch.bfloat16)
     long = plan(layer.case.store.spec, query, windows, (64,), scoring, torch.device("cpu"), 0, False, 0)
     assert long.launches[0].numbers["MODE"] & pair_format.FINE == 0
-    assert long.launches[0].constants["SHAPE"].FORMATS[0].step == (128 if runs[0] == "2" else 64)
+    assert long.launches[0].constants["SHAPE"].FORMATS[0].step == step
 
 
 # Formats that the loop over pages takes in ways of their own.

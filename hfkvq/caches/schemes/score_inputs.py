@@ -20,6 +20,10 @@ ELEMENTS = 1 << 24
 """Probabilities computed at a time: 64 MiB of f32."""
 
 
+LEAST = 1e-10
+"""Constant that ARKV's released code adds to a probability before the logarithm."""
+
+
 @dataclass(frozen=True)
 class Attention:
     """Attention that queries pay the tokens of their rows, as scores and statistics read it.
@@ -42,9 +46,23 @@ class Attention:
 
     @classmethod
     def of(cls, logits: Tensor, sinks: Tensor | None, real: Tensor) -> Attention:
-        """Attention from logits (N, r, Q, n); see `hfkvq.kernels.attention_moments`."""
-        mean, squares, fourths, entropy = kernels.attention_moments(logits, sinks, real)
-        return cls(mean, squares, fourths, entropy, real.sum(1).float())
+        """Attention of the real queries.
+
+        Args:
+            logits: f32 (N, r, Q, n), -inf where a query does not see a token; one that sees none pays nothing.
+            sinks: f32 (N, r), logits that join the denominator only, or None.
+            real: bool (N, Q), queries that count.
+        """
+        columns, x = logits.shape[3], logits
+        if sinks is not None:
+            x = torch.cat([x, sinks[:, :, None, None].expand(-1, -1, x.shape[2], 1)], -1)
+        # Queries that see nothing: NaN.
+        probs = torch.softmax(x, -1).nan_to_num(0.0)[..., :columns]
+        weight = real[:, None, :, None].to(probs.dtype)
+        mean = (probs * weight).sum(2) / weight.sum(2).clamp(min=1)
+        entropy = -(probs * (probs + LEAST).log() * weight).sum(2)
+        square = ((probs - mean[:, :, None]) * weight).square_()
+        return cls(mean, square.sum(2), square.square_().sum(2), entropy, real.sum(1).float())
 
     @cached_property
     def variance(self) -> Tensor:

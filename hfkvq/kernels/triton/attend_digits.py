@@ -1,6 +1,6 @@
-"""The page loop with integer products, for up to four queries and pages with one scale a token (of keys, a channel).
+"""The page loop with integer products, for up to four queries and 4-bit pages with one scale a token.
 
-Every step has units of its own: of scaled queries, and of probabilities times the scales of values. See `digits`.
+Every step has a unit of its own: of probabilities times the scales of values. See `digits`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ def attend_digits(
     G: tl.constexpr = SHAPE.G
     BT: tl.constexpr = FORM.step
     BITS: tl.constexpr = FORM.key_bits
-    K_CHANNEL: tl.constexpr = FORM.key_channel
     OPEN: tl.constexpr = FORM.open
     STEPS: tl.constexpr = G // BT
     EK: tl.constexpr = words_of(D, BITS)
@@ -79,7 +78,7 @@ def attend_digits(
     m_lower = tl.arange(0, 8) % 2 == 1
     b_halves = ()
     for f in tl.static_range(FIELDS):
-        b_halves = b_halves + ((b_qs[f] * (Q_SHIFT * (0.25 ** (f % 2) if BITS == 2 else 1.0))).to(tl.float16),)
+        b_halves = b_halves + ((b_qs[f] * Q_SHIFT).to(tl.float16),)
     b_base = tl.where(m_lower, 1.0 * BASE, 1.0).to(tl.float16)[None, :] + tl.zeros([EK, 8], tl.float16)
     b_accs = values.zero_tiles(FIELDS, EV, 4)
     b_sum = tl.zeros([8, 4], tl.float32)
@@ -87,18 +86,16 @@ def attend_digits(
     b_most = tl.zeros([8, 4], tl.float32)
     b_top = tl.full([4], float("-inf"), tl.float32)
     log2_scaling = scaling * LOG2E
+    # Digits: the largest magnitude of a query is below 64.
+    b_all, b_unit = normed_queries(b_halves)
+    b_unit = b_unit * (log2_scaling / (Q_SHIFT * BASE))
+    b_first = tl.where(m_lower, b_all, 0.0).to(tl.float16)[None, :] + tl.zeros([EK, 8], tl.float16)
+    b_all = b_all.to(tl.float16)[None, :] + tl.zeros([EK, 8], tl.float16)
     b_ds = ()
-    b_unit = b_top
-    b_total = b_top
-    if not K_CHANNEL:
-        b_all, b_unit = normed_queries(b_halves)
-        b_unit = b_unit * (log2_scaling / (Q_SHIFT * BASE))
-        b_first = tl.where(m_lower, b_all, 0.0).to(tl.float16)[None, :] + tl.zeros([EK, 8], tl.float16)
-        b_all = b_all.to(tl.float16)[None, :] + tl.zeros([EK, 8], tl.float16)
-        for f in tl.static_range(FIELDS // 2):
-            b_ds = b_ds + (bytes_of(query_digits(b_halves[f], b_halves[f + FIELDS // 2], b_first, b_all, b_base)),)
-        b_total = keys.group_totals(b_qs, D, EK, D)[0] * log2_scaling
-        b_total, _ = tl.split(tl.reshape(b_total, (4, 2)))
+    for f in tl.static_range(FIELDS // 2):
+        b_ds = b_ds + (bytes_of(query_digits(b_halves[f], b_halves[f + FIELDS // 2], b_first, b_all, b_base)),)
+    b_total = keys.group_totals(b_qs, D, EK, D)[0] * log2_scaling
+    b_total, _ = tl.split(tl.reshape(b_total, (4, 2)))
     for i_step in tl.range(i_first, i_end, num_stages=FORM.stages):
         i_slot = i_step % STEPS * BT
         i_head = tl.load(run.table + i_b * n_table + i_step // STEPS).to(tl.int64) * H + i_h
@@ -110,55 +107,23 @@ def attend_digits(
             + (i_slot + o_turned)[:, None] * (2 * EK)
             + tl.arange(0, 2 * EK)[None, :]
         )
-        b_ks = byte_fields(b_k, BITS)
+        b_ks = byte_fields(b_k)
         b_x = tl.zeros([BT, 8], tl.int32)
-        if K_CHANNEL:
-            b_us = ()
-            b_scales = keys.channel_meta(run.k_scale, i_head, 0, D, G, G, EK, EK, FIELDS, 1)
-            b_lows = keys.channel_meta(run.k_zero, i_head, 0, D, G, G, EK, EK, FIELDS, 1)
-            # Zeros add the same to all tokens of a tile.
-            b_even = tl.zeros([16, 8], tl.float32)
-            b_odd = tl.zeros([16, 8], tl.float32)
-            b_ones = tl.full([16, EK], 1.0, tl.float16)
-            for f in tl.static_range(FIELDS):
-                if f % 2 == 0:
-                    b_even = tl.dot(b_ones, b_halves[f] * b_lows[f][:, None], b_even)
-                else:
-                    b_odd = tl.dot(b_ones, b_halves[f] * b_lows[f][:, None], b_odd)
-                b_us = b_us + (b_halves[f] * b_scales[f][:, None],)
-            b_bias, _ = tl.split(tl.permute(tl.reshape(b_even + 4.0 * b_odd, (2, 8, 8)), (1, 2, 0)))
-            b_bias, _ = tl.split(tl.reshape(b_bias, (8, 4, 2)))
-            b_bias = b_bias * (log2_scaling / Q_SHIFT)
-            # Digits: the largest magnitude of a query is below 64.
-            b_all, b_unit = normed_queries(b_us)
-            b_unit = b_unit * (log2_scaling / (Q_SHIFT * BASE))
-            b_first = tl.where(m_lower, b_all, 0.0).to(tl.float16)[None, :] + tl.zeros([EK, 8], tl.float16)
-            b_all = b_all.to(tl.float16)[None, :] + tl.zeros([EK, 8], tl.float16)
-            for f in tl.static_range(FIELDS // 2):
-                b_d = query_digits(b_us[f], b_us[f + FIELDS // 2], b_first, b_all, b_base)
-                b_x = tl.dot(b_ks[f], bytes_of(b_d), b_x, out_dtype=tl.int32)
-        else:
-            for f in tl.static_range(FIELDS // 2):
-                b_x = tl.dot(b_ks[f], b_ds[f], b_x, out_dtype=tl.int32)
+        for f in tl.static_range(FIELDS // 2):
+            b_x = tl.dot(b_ks[f], b_ds[f], b_x, out_dtype=tl.int32)
         b_hi, b_lo = tl.split(tl.reshape(b_x, (BT, 4, 2)))
         b_s = (b_hi * BASE + b_lo).to(tl.float32)
         # Tokens in order, by pairs in lanes. [BT / 16, 8, 2, 4]
         b_s = tl.permute(tl.reshape(b_s, (BT // 16, 2, 8, 4)), (0, 2, 1, 3))
-        if K_CHANNEL:
-            b_near = tl.max(tl.max(b_s, 2), 0)
-            b_page = tl.max(b_near * b_unit[None, :] + b_bias, 0)
-            b_bias = (b_bias - b_page[None, :])[None, :, None, :]
-            b_p = tl.exp2(b_s * b_unit[None, None, None, :] + b_bias)
-        else:
-            b_scale = tl.reshape(tl.load(run.k_scale + p_t).to(tl.float32), (BT // 16, 8, 2))
-            b_low = tl.load(run.k_zero + p_t).to(tl.float32)
-            b_low = tl.reshape(b_low, (BT // 16, 8, 2))[:, :, :, None] * b_total[None, None, None, :]
-            if OPEN:
-                m_t = tl.where(i_step * BT + o_r < n_tokens, 0.0, float("-inf"))
-                b_low += tl.reshape(m_t, (BT // 16, 8, 2))[:, :, :, None]
-            b_s = b_s * (b_scale[:, :, :, None] * b_unit[None, None, None, :]) + b_low
-            b_page = tl.max(tl.max(tl.max(b_s, 2), 0), 0)
-            b_p = tl.exp2(b_s - b_page[None, None, None, :])
+        b_scale = tl.reshape(tl.load(run.k_scale + p_t).to(tl.float32), (BT // 16, 8, 2))
+        b_low = tl.load(run.k_zero + p_t).to(tl.float32)
+        b_low = tl.reshape(b_low, (BT // 16, 8, 2))[:, :, :, None] * b_total[None, None, None, :]
+        if OPEN:
+            m_t = tl.where(i_step * BT + o_r < n_tokens, 0.0, float("-inf"))
+            b_low += tl.reshape(m_t, (BT // 16, 8, 2))[:, :, :, None]
+        b_s = b_s * (b_scale[:, :, :, None] * b_unit[None, None, None, :]) + b_low
+        b_page = tl.max(tl.max(tl.max(b_s, 2), 0), 0)
+        b_p = tl.exp2(b_s - b_page[None, None, None, :])
         b_new = tl.maximum(b_top, b_page)
         b_shrink = tl.exp2(b_top - b_new)
         b_grow = tl.exp2(b_page - b_new)
@@ -181,7 +146,7 @@ def attend_digits(
         b_d = weight_digits(tl.reshape(b_n, (BT, 4)), BT)
         b_grow = b_grow * (b_largest * (1.0 / MOST_WEIGHT))
         b_v = tl.load(run.v_codes + i_head * (G * EV) + o_e[:, None] * G + (i_slot + o_r)[None, :])
-        b_ws = field_bytes(b_v, BITS)
+        b_ws = field_bytes(b_v)
         for f in tl.static_range(FIELDS):
             b_o = tl.dot(b_ws[f], b_d, out_dtype=tl.int32)
             b_hi, b_lo = tl.split(tl.reshape(b_o, (EV, 4, 2)))

@@ -25,9 +25,7 @@ DEFAULTS: Mapping[str, Knobs] = {
     # of a turn of the page loop, 0 for what suits the format. loose: tokens of a block of what no page holds, which are
     # in shared memory in 16 bits: 32, or 16 where there is little of it.
     "decode": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
-    # Integer products of codes of so many bits. Those of 2 bits need three programs on each part of a multiprocessor:
-    # with two they wait longer than f16 products.
-    "digits-2": {"programs_per_sm": 12, "stages": 5, "max_registers": 168, "step": 0, "loose": 32},
+    # Integer products of 4-bit codes.
     "digits-4": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
     # Programs over latents have so many warps; programs_per_sm counts those of eight. stages: half as many steps are in
     # flight, since words wait for the number of their page; with 4 none is.
@@ -52,7 +50,6 @@ of what an H200 does, and others with 100 KB a third or less. Those of latents o
 # Programs run one after the other in the interpreter.
 _INTERPRETER: Mapping[str, Knobs] = {
     "decode": {"programs_per_sm": 4, "stages": 1},
-    "digits-2": {"programs_per_sm": 4, "stages": 1},
     "digits-4": {"programs_per_sm": 4, "stages": 1},
     "latent": {"programs_per_sm": 4, "stages": 1},
 }

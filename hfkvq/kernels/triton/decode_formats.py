@@ -21,9 +21,6 @@ SMALL = 1088
 BLOCK = 32
 """Most tokens that a program takes of what is loose: within any group of key scales that has a kernel."""
 
-SHORT_STEP = 64
-"""Most tokens of a step where those of integer products are programs of their own."""
-
 PROGRAM_COST = 2.0
 """Cost of a program of the page loop beside its pages, in pages: queries, first loads, storing."""
 
@@ -71,20 +68,16 @@ def takes_open(keys: PageFormat, values: PageFormat) -> bool:
 def takes_digits(keys: PageFormat, values: PageFormat, head_dim: int, value_dim: int) -> bool:
     """True where the page loop makes integer products of these formats, if queries are few enough.
 
-    These were measured to be faster: 2-bit keys with scales of their own by channel and page, and 4-bit keys by
-    token; values likewise by token, and nothing raised.
+    These were measured to be faster: 4-bit keys and values by token, with a scale each.
     """
-    if keys.bits != values.bits or keys.bits not in (2, 4) or (keys.axis == "channel") != (keys.bits == 2):
-        return False
-    if values.trellis or any(fmt.normed or fmt.raised for fmt in (keys, values)):
-        return False
-    for dim in (head_dim, value_dim):
+    for fmt, dim in ((keys, head_dim), (values, value_dim)):
+        words = fmt.words(dim)
         # Fields fill tiles of bytes.
-        words = keys.words(dim)
-        if words != power(words) or words < 16 or words * 16 != dim * keys.bits:
+        if words != power(words) or words < 16 or words * 16 != dim * fmt.bits:
             return False
-    group = keys.page_size if keys.bits == 2 else head_dim
-    return keys.group_size == group and values.group_size == value_dim
+        if fmt.bits != 4 or fmt.axis == "channel" or fmt.normed or fmt.group_size != dim:
+            return False
+    return True
 
 
 def most_behind(form: StoreFormat, key_tail: int, value_tail: int, queries: int) -> int:
@@ -174,12 +167,8 @@ def pair_format(
     step: int = 0,
     rotated: bool = False,
     digits: bool = False,
-    short: bool = False,
 ) -> tuple[PairFormat, int]:
-    """A run's pair of formats as `decode_kernel` takes it, and the shared memory that its loop needs of ``room``.
-
-    ``short``: programs take a step of integer products each, which is to be short.
-    """
+    """A run's pair of formats as `decode_kernel` takes it, and the shared memory that its loop needs of ``room``."""
     channel = keys.axis == "channel" and keys.bits < 8
     bits = max(keys.bits, values.bits)
     room3, room4, room16 = (keys.raised_room(width) for width in (3, 4, 16))
@@ -187,8 +176,6 @@ def pair_format(
     coarse = bits <= 2 and (not channel or keys.group_size == keys.page_size)
     # Words of raised channels hold tokens from all over the page: a step is a page, or half of it.
     step = min(keys.page_size, 128 if coarse or keys.raised_count(4) else 32 if bits == 16 else step or 64)
-    if short and digits:
-        step = min(step, SHORT_STEP)
     if values.trellis:
         step = keys.page_size
     size = (room3 + room4) / 4 + 2 * room16

@@ -70,18 +70,14 @@ def _tiles(
     columns: int,
     device: torch.device,
     digits: bool,
-    short: bool = False,
 ) -> tuple[list[Knobs], list[tuple[PairFormat, int]], int]:
-    """Launch parameters and formats of the runs, with the shared memory of each, and that of a program.
-
-    ``short``: see `pair_format`.
-    """
-    kernel = f"digits-{form.runs[0][0].bits}" if digits else "decode"
+    """Launch parameters and formats of the runs, with the shared memory of each, and that of a program."""
+    kernel = "digits-4" if digits else "decode"
     knobs = [lookup(device, kernel, key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
     room = shared_memory(device) // knobs[0]["programs_per_sm"]
     dims, rotated = (head_dim, value_dim), form.rotate_keys > 0
     formats = [
-        pair_format(*own, *dims, knob["stages"], room, knob["step"], rotated, digits, short)
+        pair_format(*own, *dims, knob["stages"], room, knob["step"], rotated, digits)
         for own, knob in zip(form.runs, knobs, strict=True)
     ]
     return knobs, formats, room
@@ -153,12 +149,9 @@ def plan_of(
     # Where pages are few and many bytes, or so few that they are merged at once, steps of one run side by side.
     steps = [pages * (page // constants.step) for pages, (constants, _) in zip(blocks_seen, formats, strict=True)]
     wide = all(min(keys.bits, values.bits) >= 8 for keys, values in form.runs)
-    if digits:
-        _, short, _ = _tiles(form, head_dim, value_dim, columns, device, digits, True)
-        parts = blocks_seen[0] * (page // short[0][0].step)
-        if parts + loose <= SPLITS[0] and 2 * parts * rows_of_programs <= resident:
-            wide, formats, steps = True, short, [parts]
-    fine = wide and 2 * sum(steps) * rows_of_programs <= resident
+    # One small round merges steps of integer products.
+    small = digits and steps[0] + loose <= SPLITS[0]
+    fine = (wide or small) and 2 * sum(steps) * rows_of_programs <= resident
     if fine:
         paged = steps
     pairs = [range(at, min(at + 2, len(blocks))) for at in range(0, len(blocks), 2)]

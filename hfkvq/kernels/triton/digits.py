@@ -34,85 +34,36 @@ def bytes_of(b_w):
 
 
 @triton.jit
-def byte_fields(b_w, BITS: tl.constexpr):
-    """Fields of bytes int8: of 2 bits four, odd ones times 4; of 4 bits two."""
-    if BITS == 2:
-        if INTERPRETED:
-            b_t = b_w >> 4
-            return b_w & 0x3, b_w & 0xC, b_t & 0x3, b_t & 0xC
-        else:
-            return tl.inline_asm_elementwise(
-                asm="""{
-                .reg .b32 t;
-                shr.u32 t, $4, 4;
-                and.b32 $0, $4, 0x03030303;
-                and.b32 $1, $4, 0x0c0c0c0c;
-                and.b32 $2, t, 0x03030303;
-                and.b32 $3, t, 0x0c0c0c0c;
-                }""",
-                constraints="=r,=r,=r,=r,r",
-                args=[b_w],
-                dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
-                is_pure=True,
-                pack=4,
-            )
-    else:
-        if INTERPRETED:
-            return b_w & 0xF, (b_w >> 4) & 0xF
-        else:
-            return tl.inline_asm_elementwise(
-                asm="""{
-                .reg .b32 t;
-                shr.u32 t, $2, 4;
-                and.b32 $0, $2, 0x0f0f0f0f;
-                and.b32 $1, t, 0x0f0f0f0f;
-                }""",
-                constraints="=r,=r,r",
-                args=[b_w],
-                dtype=(tl.int8, tl.int8),
-                is_pure=True,
-                pack=4,
-            )
-
-
-@triton.jit
-def field_bytes(b_w, BITS: tl.constexpr):
-    """Fields of 16-bit words as bytes where they stand in theirs; of the uppermost in a byte 128 less."""
+def byte_fields(b_w):
+    """Both 4-bit fields of bytes int8."""
     if INTERPRETED:
-        b_low = b_w & 0xFF
-        b_high = (b_w >> 8) & 0xFF
-        if BITS == 2:
-            return (
-                (b_low & 0x3).to(tl.int8), (b_low & 0xC).to(tl.int8), (b_low & 0x30).to(tl.int8),
-                ((b_low & 0xC0) - 128).to(tl.int8), (b_high & 0x3).to(tl.int8), (b_high & 0xC).to(tl.int8),
-                (b_high & 0x30).to(tl.int8), ((b_high & 0xC0) - 128).to(tl.int8),
-            )  # fmt: skip
-        else:
-            return (
-                (b_low & 0xF).to(tl.int8), ((b_low & 0xF0) - 128).to(tl.int8), (b_high & 0xF).to(tl.int8),
-                ((b_high & 0xF0) - 128).to(tl.int8),
-            )  # fmt: skip
-    elif BITS == 2:
+        return b_w & 0xF, (b_w >> 4) & 0xF
+    else:
         return tl.inline_asm_elementwise(
             asm="""{
-            .reg .b32 a, b;
-            prmt.b32 a, $8, $9, 0x6420;
-            prmt.b32 b, $8, $9, 0x7531;
-            and.b32 $0, a, 0x03030303;
-            and.b32 $1, a, 0x0c0c0c0c;
-            and.b32 $2, a, 0x30303030;
-            lop3.b32 $3, a, 0xc0c0c0c0, 0x80808080, 0x6a;
-            and.b32 $4, b, 0x03030303;
-            and.b32 $5, b, 0x0c0c0c0c;
-            and.b32 $6, b, 0x30303030;
-            lop3.b32 $7, b, 0xc0c0c0c0, 0x80808080, 0x6a;
+            .reg .b32 t;
+            shr.u32 t, $2, 4;
+            and.b32 $0, $2, 0x0f0f0f0f;
+            and.b32 $1, t, 0x0f0f0f0f;
             }""",
-            constraints="=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+            constraints="=r,=r,r",
             args=[b_w],
-            dtype=(tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8),
+            dtype=(tl.int8, tl.int8),
             is_pure=True,
             pack=4,
         )
+
+
+@triton.jit
+def field_bytes(b_w):
+    """4-bit fields of 16-bit words as bytes where they stand in theirs; of the upper one in a byte 128 less."""
+    if INTERPRETED:
+        b_low = b_w & 0xFF
+        b_high = (b_w >> 8) & 0xFF
+        return (
+            (b_low & 0xF).to(tl.int8), ((b_low & 0xF0) - 128).to(tl.int8), (b_high & 0xF).to(tl.int8),
+            ((b_high & 0xF0) - 128).to(tl.int8),
+        )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
             asm="""{

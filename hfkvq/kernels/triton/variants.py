@@ -20,7 +20,6 @@ from .fused import fused_wanted
 from .gather import requests_wanted
 from .hadamard import hadamard_wanted
 from .latent import latent_wanted
-from .moments import moments_wanted
 from .norms import norms_wanted
 from .place import place_wanted
 from .products import qk_wanted
@@ -153,7 +152,6 @@ def _rest(
         for queries in (1, WINDOW):
             for fmt, _ in form.runs:
                 yield from qk_wanted(fmt, plan.heads, plan.key_dim, dtype, query_heads * queries)
-            yield from moments_wanted(queries)
         # Their steps are the host's, unless they are recorded.
         for tokens in steps:
             yield append_launch(_new_tokens(plan, tokens, dtype, device), *rotate).wanted([dtype] * 6 + [I32])
