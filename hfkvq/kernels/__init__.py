@@ -6,11 +6,10 @@ from .decode import decode_attention
 from .dispatch import use_interpreter, use_reference
 from .gather import gather_requests, gather_rows
 from .hadamard import hadamard
-from .latent import latent_attention, store_attention
 from .norms import page_norms
 from .pages import PageFormat, RunView, StoreFormat
 from .place import place
-from .products import qk_pages, sv_pages
+from .products import qk_pages
 from .quantize import dequantize_pages, quantize_pages
 from .query_sums import page_weights
 from .restore import restore
@@ -33,7 +32,6 @@ __all__ = [
     "gather_requests",
     "gather_rows",
     "hadamard",
-    "latent_attention",
     "new_slots",
     "page_norms",
     "page_weights",
@@ -44,8 +42,6 @@ __all__ = [
     "seal",
     "seal_side",
     "smooth",
-    "store_attention",
-    "sv_pages",
     "take_page",
     "take_token",
     "unsmooth",

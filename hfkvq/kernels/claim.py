@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch import call, define, triton_slot
+from .dispatch import launched
 
 ROWS = 9
 """Rows of what a step needs: four counters, then `Claimed`'s ``again``, ``start``, ``full``, ``fills`` and ``dues``."""
 
 
-@define("claim", mutates=("slots", "found", "steps", "run"))
-def _claim(
+@launched("claim:claim_triton")
+def fill_claim(
     table: Tensor,
     lengths: Tensor,
     past: Tensor | None,
@@ -26,6 +26,7 @@ def _claim(
     run: Tensor,
     page: int,
 ) -> None:
+    """Writes what `claim` finds into ``found``, ``steps`` and ``run``."""
     none, spare = -1, len(slots[0]) - 1
     all_last, all_first, all_used, now, lost = slots
     last, head, used = all_last[:spare], all_first[:spare], all_used[:spare]
@@ -76,9 +77,6 @@ def _claim(
     steps.copy_(torch.stack([row.int() for row in rows]))
     if run.shape[1] < table.shape[1]:
         run.copy_(table[:count, 1:])
-
-
-triton_slot("claim", "claim:claim_triton")
 
 
 class Claimed(NamedTuple):
@@ -154,6 +152,6 @@ def claim(
     steps = table.new_empty((ROWS, decodes))
     # Blocks behind the first, side by side, since kernels read tables by their width.
     run = table[:decodes] if blocks == 1 else table.new_empty((decodes, blocks - 1))
-    call(_claim, table, table, lengths, past, sealed, list(slots), found, steps, run, page)
+    fill_claim(table, lengths, past, sealed, slots, found, steps, run, page)
     again, start, full, fills, dues = steps[4:].unbind()
     return Claimed(found, steps, again, start, full, fills, dues, run)

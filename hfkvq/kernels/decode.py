@@ -10,7 +10,7 @@ from torch import Tensor
 from .dispatch import Keep, call, define, triton_slot
 from .hadamard import hadamard
 from .pages import RunView, Side, StoreFormat, split_runs
-from .products import qk_pages, sv_pages, table_pages
+from .products import qk_pages, table_pages
 
 START, LENGTH, RUNS = 0, 1, 2
 """Rows of ``counters``: leading padding, stored tokens, then (keys, values) sealed in each run."""
@@ -167,7 +167,13 @@ def _decode_attention(
     out = parts[0] @ sink_v.float().masked_fill(~has[:, :, : form.sink], 0.0)
     out = out + parts[-1] @ tail_v.float().masked_fill(~has[:, :, last:], 0.0)
     for i, (run, formats) in enumerate(zip(views, form.runs, strict=True)):
-        out = out + sv_pages(parts[1 + i], run.table, counted(i, "values"), run.values, formats[1], value_dim)
+        fmt = formats[1]
+        dense, slot = table_pages(run.values, run.table, fmt, "values", value_dim), parts[1 + i]
+        # Values are masked, not multiplied by 0: a reserved page may hold NaN.
+        column = torch.arange(slot.shape[-1], device=q.device).view(-1, 1, fmt.page_size, 1)
+        dense = dense.masked_fill(column >= counted(i, "values")[:, None, None, None, None], 0.0)
+        slot = slot.unflatten(-1, (-1, fmt.page_size)).permute(0, 3, 1, 2, 4)
+        out = out + (slot @ dense).sum(1)
     return hadamard(out, form.rotate_values, back=True).view(batch, query_heads, queries, value_dim).to(q.dtype)
 
 
@@ -225,6 +231,33 @@ def visible_probs(
 triton_slot("decode_attention", "decode:decode_attention_triton")
 
 
+@define("latent_attention")
+def _latent_attention(
+    q: Tensor,
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    runs: Sequence[Tensor],
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    store: str,
+) -> Tensor:
+    form, dim = StoreFormat.parse(store), windows[0].shape[-1]
+    views, (batch, heads, queries, _) = split_runs(form, runs), q.shape
+    where = column_positions(form, counters, views, windows[2].shape[2], "keys")
+    latents, rotary = (dense_columns(form, windows, views, side) for side in ("keys", "values"))
+    own = hadamard(q[..., :dim].float(), form.rotate_keys).reshape(batch, 1, heads * queries, dim)
+    turned = hadamard(q[..., dim:].float(), form.rotate_values).reshape(batch, 1, heads * queries, -1)
+    logits = (own @ latents.transpose(-1, -2) + turned @ rotary.transpose(-1, -2)).mul(scaling)
+    probs = visible_probs(logits.view(batch, 1, heads, queries, -1), where, counters, mask, sinks, softcap)
+    out = probs @ latents.masked_fill((where == ABSENT)[:, None, :, None], 0.0)
+    return hadamard(out, form.rotate_keys, back=True).view(batch, heads, queries, dim).to(q.dtype)
+
+
+triton_slot("latent_attention", "latent:latent_attention_triton")
+
+
 def decode_attention(
     q: Tensor,
     counters: Tensor,
@@ -251,8 +284,16 @@ def decode_attention(
     shows, and pages before these are not read. A mask that has fewer columns than the row then ends with its newest
     token, and hides those before its first column.
 
+    Or of a store of latents C and rotary parts R ``softmax(scaling * (q Ĉ^T + r R̂^T)) Ĉ``. Multi-head latent attention
+    (DeepSeek-V2, arXiv:2405.04434) makes keys and values of all heads from one latent of each token, and a rotary part
+    that all keys share. With the matrices absorbed into queries and outputs, a step attends to the latents themselves,
+    as if all query heads had one KV head. Windows of latents have the batch's rows; the two sides leave the tail
+    together, and of ``runs`` there is one.
+
     Args:
-        q: (B, Hq, Q, D), after RoPE, not scaled, not rotated; the queries of the newest Q tokens, already appended.
+        q: (B, Hq, Q, D), after RoPE, not scaled, not rotated; the queries of the newest Q tokens, already appended. For
+            latents (B, Hq, Q, D + R): what they ask of latents (after the keys' matrix has been absorbed), then their
+            rotary parts.
         counters: i32 (2 + 2*runs, B): leading padding ``start``, stored tokens ``length``, then for each run the
             tokens sealed of keys and of values, of formats that are `PageFormat.whole` whole pages. Where there are
             several runs, the two are equal.
@@ -270,8 +311,12 @@ def decode_attention(
         out: (B, Hq, Q, Dv), in the dtype of q: written, and returned. Not with ``keep``.
 
     Returns:
-        (B, Hq, Q, Dv) in the dtype of q; 0 for queries that see nothing.
+        (B, Hq, Q, Dv) in the dtype of q; 0 for queries that see nothing. Means of latents, which the values' matrix is
+        still to meet, are (B, Hq, Q, D).
     """
+    if store.latent:
+        given = list(windows), list(runs), mask, sinks, scaling, softcap, store.spec
+        return call(_latent_attention, q, q, counters, *given)
     rest = list(windows), list(runs), mask, sinks, scaling, softcap, store.spec, early, rows
     found = call(_decode_attention, q, q, counters, *rest, keep=keep, out=out)
     return found if out is None or found is out else out.copy_(found)

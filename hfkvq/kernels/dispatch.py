@@ -60,11 +60,10 @@ def reference(name: str) -> Callable[..., Any]:
     return _REFERENCES[name]
 
 
-def triton_slot(name: str, launcher: str) -> None:
-    """Registers ``launcher`` ("module:function" under `hfkvq.kernels.triton`) as the CUDA kernel of an op.
+def _imported(launcher: str) -> Callable[..., Any]:
+    """A launcher ("module:function" under `hfkvq.kernels.triton`), imported at its first call.
 
-    The module is imported at the first call, so that nothing here needs Triton to be installed. The same launcher is
-    registered, switched off, for the CPU, where `use_interpreter` can switch it on under Triton's interpreter.
+    So nothing here needs Triton to be installed.
     """
     module, function = launcher.split(":")
 
@@ -75,7 +74,37 @@ def triton_slot(name: str, launcher: str) -> None:
     def run(*args: Any, **direct: Any) -> Any:
         return found()(*args, **direct)
 
-    op = _OPS[name]
+    return run
+
+
+def launched(launcher: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function the reference of an operation, whose launcher takes the same arguments, a tensor first.
+
+    It is no op of PyTorch's: for operations that no graph records, and that nothing differentiates.
+    """
+
+    def wrap(function: Callable[P, R]) -> Callable[P, R]:
+        body, kernel = exact(function), _imported(launcher)
+        _REFERENCES[function.__name__] = body
+
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            first: Any = args[0]
+            plain = type(first) is Tensor and not torch._C._len_torch_dispatch_stack()
+            return (kernel if plain and _is_kernels_own(first) else body)(*args, **kwargs)
+
+        return run
+
+    return wrap
+
+
+def triton_slot(name: str, launcher: str) -> None:
+    """Registers a launcher as the CUDA kernel of an op, see `_imported`.
+
+    It is registered, switched off, for the CPU as well, where `use_interpreter` can switch it on under Triton's
+    interpreter.
+    """
+    run, op = _imported(launcher), _OPS[name]
     _LAUNCHERS[name] = run
     op.register_kernel("cuda")(run)
     op.register_kernel("cpu")(run)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import call, define, triton_slot
+from .dispatch import launched
 
 NORMS = ("rounded, then weighted", "weighted, then rounded", "weighted by 1 + weight, then rounded")
 """Forms of RMS norms: Llama's, gpt-oss's and Gemma's."""
@@ -45,17 +45,7 @@ class Widths(NamedTuple):
     rows: int
 
 
-@define("rms_norm")
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, form: int) -> Tensor:
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    found = weight * wide.to(x.dtype) if form == 0 else (wide * (weight.float() + (form == 2))).to(x.dtype)
-    return found.contiguous()
-
-
-triton_slot("rms_norm", "fused:rms_norm_triton")
-
-
+@launched("fused:rms_norm_triton")
 def rms_norm(x: Tensor, weight: Tensor, eps: float, form: int) -> Tensor:
     """RMS norm of the last dimension: ``x / sqrt(mean(x²) + eps)`` in f32, weighted.
 
@@ -68,17 +58,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: int) -> Tensor:
     Returns:
         (..., D) in the dtype of x, contiguous.
     """
-    return call(_rms_norm, x, x, weight, eps, form)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    found = weight * wide.to(x.dtype) if form == 0 else (wide * (weight.float() + (form == 2))).to(x.dtype)
+    return found.contiguous()
 
 
-@define("linears")
-def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-    return [F.linear(x, weight, *bias) for weight, *bias in zip(weights, *([biases] if biases else []), strict=True)]
-
-
-triton_slot("linears", "fused:linears_triton")
-
-
+@launched("fused:linears_triton")
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
     """Linear layers over the same input, ``x Wᵀ + b`` each, summed in f32.
 
@@ -90,19 +76,10 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ())
     Returns:
         (..., N) of each, in the dtype of x, contiguous.
     """
-    return call(_linears, x, x, weights, biases)
+    return [F.linear(x, weight, *bias) for weight, *bias in zip(weights, *([biases] if biases else []), strict=True)]
 
 
-@define("gated_linear")
-def _gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    first, second = F.linear(x, gate), F.linear(x, up)
-    found = F.gelu(first, approximate="tanh" if activation == 1 else "none") if activation else F.silu(first)
-    return found * second
-
-
-triton_slot("gated_linear", "fused:gated_linear_triton")
-
-
+@launched("fused:gated_linear_triton")
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tensor:
     """First half of a gated MLP, ``activation(x Gᵀ) * (x Uᵀ)``; both products are rounded before they are multiplied.
 
@@ -115,7 +92,9 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tensor
     Returns:
         (..., N) in the dtype of x, contiguous.
     """
-    return call(_gated_linear, x, x, gate, up, activation)
+    first, second = F.linear(x, gate), F.linear(x, up)
+    found = F.gelu(first, approximate="tanh" if activation == 1 else "none") if activation else F.silu(first)
+    return found * second
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -123,15 +102,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-@define("rotary")
-def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    q, k = (_turned(x, cos[:, None], sin[:, None]) for x in (q, k))
-    return q.transpose(1, 2).contiguous().transpose(1, 2), k.contiguous()
-
-
-triton_slot("rotary", "fused:rotary_triton")
-
-
+@launched("fused:rotary_triton")
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary embedding of whole heads by halves: ``x cos + (-x₂, x₁) sin``.
 
@@ -144,4 +115,5 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         Queries and keys of the same shapes and dtype: queries lie as (B, T, Hq, D), and so does what PyTorch's
         attention makes of them; keys are contiguous.
     """
-    return call(_rotary, q, q, k, cos, sin)
+    q, k = (_turned(x, cos[:, None], sin[:, None]) for x in (q, k))
+    return q.transpose(1, 2).contiguous().transpose(1, 2), k.contiguous()

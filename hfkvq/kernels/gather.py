@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .decode import ABSENT, START, column_positions, dense_columns, newest_pages
-from .dispatch import call, define, triton_slot
+from .dispatch import define, launched, triton_slot
 from .hadamard import hadamard, saturated
 from .pages import SIDES, Side, StoreFormat, split_runs
 from .quantize import dequantize_pages
@@ -68,43 +68,7 @@ def gather_rows(
     return _gather_rows(counters, list(windows), list(runs), columns, store.spec, side)
 
 
-@define("gather_requests")
-def _gather_requests(
-    keys: Tensor,
-    values: Tensor,
-    units: Tensor,
-    requests: Tensor,
-    run: Sequence[Tensor],
-    windows: Sequence[Tensor],
-    tokens: int,
-    store: str,
-) -> tuple[Tensor, Tensor]:
-    form = StoreFormat.parse(store)
-    (view,), (fmt, _) = split_runs(form, run), form.runs[0]
-    page, found = fmt.page_size, [x.new_zeros((tokens, *x.shape[1:])) for x in (keys, values)]
-    for row in sorted(set(units[0].tolist())):
-        begin, held, end, new = requests[:, row].tolist()
-        ids = view.table[row, : -(-held // page)].long()
-        sides = zip(
-            SIDES, (keys, values), form.runs[0], (view.keys, view.values), (form.rotate_keys, form.rotate_values),
-            found, strict=True,
-        )  # fmt: skip
-        for at, (side, x, own, parts, rotate, out) in enumerate(sides):
-            dense = dequantize_pages([part[ids] for part in parts], own, side, x.shape[2]).float()
-            dense = dense.transpose(1, 2).flatten(0, 1)[:held]
-            if windows:
-                first, filled = (windows[1 + at][i].transpose(0, 1).float() for i in windows[0][:, row].tolist())
-                last = held // page * page
-                dense[last:] = filled[: held - last]
-                dense[:page] = first[:held]
-            dense = saturated(hadamard(dense, rotate, back=True), x.dtype)
-            out[begin : begin + end] = torch.cat([dense, x[new : new + end - held]])
-    return found[0], found[1]
-
-
-triton_slot("gather_requests", "gather:gather_requests_triton")
-
-
+@launched("gather:gather_requests_triton")
 def gather_requests(
     keys: Tensor,
     values: Tensor,
@@ -134,4 +98,23 @@ def gather_requests(
     Returns:
         (m, H, Dk) and (m, H, Dv). Kernels and the reference agree to the bit.
     """
-    return call(_gather_requests, keys, keys, values, units, requests, list(run), list(windows), tokens, store.spec)
+    (view,), (fmt, _) = split_runs(store, run), store.runs[0]
+    page, found = fmt.page_size, [x.new_zeros((tokens, *x.shape[1:])) for x in (keys, values)]
+    for row in sorted(set(units[0].tolist())):
+        begin, held, end, new = requests[:, row].tolist()
+        ids = view.table[row, : -(-held // page)].long()
+        sides = zip(
+            SIDES, (keys, values), store.runs[0], (view.keys, view.values), (store.rotate_keys, store.rotate_values),
+            found, strict=True,
+        )  # fmt: skip
+        for at, (side, x, own, parts, rotate, out) in enumerate(sides):
+            dense = dequantize_pages([part[ids] for part in parts], own, side, x.shape[2]).float()
+            dense = dense.transpose(1, 2).flatten(0, 1)[:held]
+            if windows:
+                first, filled = (windows[1 + at][i].transpose(0, 1).float() for i in windows[0][:, row].tolist())
+                last = held // page * page
+                dense[last:] = filled[: held - last]
+                dense[:page] = first[:held]
+            dense = saturated(hadamard(dense, rotate, back=True), x.dtype)
+            out[begin : begin + end] = torch.cat([dense, x[new : new + end - held]])
+    return found[0], found[1]

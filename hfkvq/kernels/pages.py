@@ -308,7 +308,7 @@ class StoreFormat:
             signs `hfkvq.kernels.hadamard.rotation` of it.
         rotate_values: of the stored values (outputs are rotated back).
         latent: whether the keys' side holds latents, which are key and value at once, and the values' side the rotary
-            parts of the keys: see `hfkvq.kernels.latent_attention`.
+            parts of the keys: see `hfkvq.kernels.decode_attention`.
         window: tokens that a query sees, itself the last of them; 0 for all. Then a row has `ring` pages at the most,
             which its table names in turn: what has fallen out of the window makes room for what is sealed next.
     """

@@ -6,19 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .dispatch import call, define, triton_slot
+from .dispatch import launched
 
 
-@define("place", mutates=("windows",))
-def _place(keys: Tensor, values: Tensor, windows: Sequence[Tensor], rows: Tensor, places: Tensor) -> None:
-    for row, (first, slot, count) in zip(rows.tolist(), places.T.tolist(), strict=True):
-        for x, window in zip((keys, values), windows, strict=True):
-            window[row, :, slot : slot + count] = x[first : first + count].transpose(0, 1).to(window.dtype)
-
-
-triton_slot("place", "place:place_triton")
-
-
+@launched("place:place_triton")
 def place(keys: Tensor, values: Tensor, windows: Sequence[Tensor], rows: Tensor, places: Tensor) -> None:
     """Copies a stretch of new tokens of each request into its window, in place.
 
@@ -30,4 +21,6 @@ def place(keys: Tensor, values: Tensor, windows: Sequence[Tensor], rows: Tensor,
         places: i32 (3, R): of each request the first token's row of ``keys``, its slot in the window, and how many
             tokens there are.
     """
-    call(_place, keys, keys, values, list(windows), rows, places)
+    for row, (first, slot, count) in zip(rows.tolist(), places.T.tolist(), strict=True):
+        for x, window in zip((keys, values), windows, strict=True):
+            window[row, :, slot : slot + count] = x[first : first + count].transpose(0, 1).to(window.dtype)

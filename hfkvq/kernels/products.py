@@ -1,4 +1,4 @@
-"""Products with pages: logits of queries, and weighted sums of values; contracts, and what PyTorch makes of them."""
+"""Products with pages: logits of queries, and pages by themselves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dispatch import call, define, triton_slot
+from .dispatch import launched
 from .pages import PageFormat, Side
 from .quantize import dequantize_pages
 
@@ -19,16 +19,12 @@ def table_pages(parts: Sequence[Tensor], table: Tensor, fmt: PageFormat, side: S
     return dequantize_pages(picked, fmt, side, head_dim).unflatten(0, table.shape)
 
 
-@define("qk_pages")
-def _qk_pages(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: str) -> Tensor:
-    form = PageFormat.parse(fmt)
-    keys = table_pages(parts, table, form, "keys", q.shape[-1])
-    logits = (q.float()[:, None] @ keys.transpose(-1, -2)).permute(0, 2, 3, 1, 4).flatten(-2)
-    column = torch.arange(logits.shape[-1], device=q.device)
-    return logits.masked_fill(column >= count[:, None, None, None], -torch.inf)
-
-
-triton_slot("qk_pages", "products:qk_pages_triton")
+@launched("gather:run_pages_triton")
+def run_pages(
+    table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: PageFormat, side: Side, head_dim: int
+) -> Tensor:
+    """Dense tokens of every row's pages, f32 (B, H, n*G, D); anything behind its ``count`` (i32 (B,)), NaN included."""
+    return table_pages(parts, table, fmt, side, head_dim).transpose(1, 2).flatten(2, 3)
 
 
 def qk_pages(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: PageFormat) -> Tensor:
@@ -43,28 +39,6 @@ def qk_pages(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], f
     Returns:
         f32 (B, H, r, n*G).
     """
-    return call(_qk_pages, q, q, table, count, list(parts), fmt.spec)
-
-
-def sv_pages(
-    probs: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: PageFormat, head_dim: int
-) -> Tensor:
-    """Weighted sum of paged values: ``out[b, h, i, d] = sum_t probs[b, h, i, t] * v̂[b, h, t, d]``.
-
-    The reference of attention alone adds values up by themselves, so this has no kernel.
-
-    Args:
-        probs: (B, H, r, n*G), 0 at columns the row does not have.
-        table: i32 (B, n), page of each block.
-        count: i32 (B,), tokens that the row has in these pages.
-        parts: value tensors in the order of ``fmt.names``.
-
-    Returns:
-        f32 (B, H, r, D), in the basis of the pages.
-    """
-    values = table_pages(parts, table, fmt, "values", head_dim)
-    slot = torch.arange(table.shape[1] * fmt.page_size, device=probs.device).view(-1, 1, fmt.page_size, 1)
-    # Values are masked, not multiplied by 0: a reserved page may hold NaN.
-    values = values.masked_fill(slot >= count[:, None, None, None, None], 0.0)
-    probs = probs.unflatten(-1, (table.shape[1], fmt.page_size)).permute(0, 3, 1, 2, 4)
-    return (probs.float() @ values).sum(1)
+    logits = q.float() @ run_pages(table, count, parts, fmt, "keys", q.shape[-1]).transpose(-1, -2)
+    column = torch.arange(logits.shape[-1], device=q.device)
+    return logits.masked_fill(column >= count[:, None, None, None], -torch.inf)

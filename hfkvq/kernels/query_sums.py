@@ -5,31 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import call, define, triton_slot
+from .dispatch import launched
 
 
-@define("page_weights", mutates=("sums", "counts"))
-def _page_weights(
-    q: Tensor, ranges: Tensor, rows: Tensor, sums: Tensor, counts: Tensor, pages: int, page_size: int
-) -> Tensor:
-    weight = q.new_zeros((pages, *sums.shape[1:]), dtype=torch.float32)
-
-    def total(first: int, end: int) -> Tensor:
-        return q[first:end].abs().double().sum(0).unflatten(0, (sums.shape[1], -1)).mean(1)
-
-    for start, stop, page, request, begin, end, carried, left in ranges.T.tolist():
-        row = int(rows[request]) if request >= 0 else -1
-        held = sums[row].clone() if carried else 0.0
-        if page >= 0:
-            weight[page], held = ((total(start, stop) + held) / page_size).float(), 0.0
-        if row >= 0:
-            sums[row], counts[:, row] = total(begin, end) + held, left
-    return weight
-
-
-triton_slot("page_weights", "query_sums:page_weights_triton")
-
-
+@launched("query_sums:page_weights_triton")
 def page_weights(
     q: Tensor, ranges: Tensor, rows: Tensor, sums: Tensor, counts: Tensor, pages: int, page_size: int
 ) -> Tensor:
@@ -51,4 +30,16 @@ def page_weights(
     Returns:
         f32 (P, H, D); sums are exact in f64 but for absurd numbers, so it depends on no batch.
     """
-    return call(_page_weights, q, q, ranges, rows, sums, counts, pages, page_size)
+    weight = q.new_zeros((pages, *sums.shape[1:]), dtype=torch.float32)
+
+    def total(first: int, end: int) -> Tensor:
+        return q[first:end].abs().double().sum(0).unflatten(0, (sums.shape[1], -1)).mean(1)
+
+    for start, stop, page, request, begin, end, carried, left in ranges.T.tolist():
+        row = int(rows[request]) if request >= 0 else -1
+        held = sums[row].clone() if carried else 0.0
+        if page >= 0:
+            weight[page], held = ((total(start, stop) + held) / page_size).float(), 0.0
+        if row >= 0:
+            sums[row], counts[:, row] = total(begin, end) + held, left
+    return weight

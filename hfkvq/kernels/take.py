@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .append import append
 from .claim import Claimed
-from .dispatch import call, define, triton_slot
+from .dispatch import launched
 from .norms import Balance
 from .pages import SIDES, StoreFormat
 from .restore import restore
@@ -18,30 +18,7 @@ from .step.buffer import side_by_side
 from .step.ops import observe
 
 
-@define("take_token", mutates=("tails", "keys_parts", "values_parts"))
-def _take_token(
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    tails: Sequence[Tensor],
-    keys_parts: Sequence[Tensor],
-    values_parts: Sequence[Tensor],
-    table: Tensor,
-    store: str,
-) -> None:
-    form, count = StoreFormat.parse(store), len(lengths)
-    past, new = (lengths - 1).clamp(min=0), lengths.clamp(max=1)
-    rows = torch.arange(count, dtype=torch.int32, device=keys.device)
-    counters = torch.stack([torch.zeros_like(past), past + 1, past, past])
-    windows = [*(tail[:, :, :0] for tail in tails), *tails]
-    append(keys, values, counters, windows, form, rows)
-    for parts, fmt, side, tail in zip((keys_parts, values_parts), form.runs[0], SIDES, tails, strict=True):
-        seal_side(parts, table, past, new, tail[:count], (past % tail.shape[2])[:, None], fmt, side)
-
-
-triton_slot("take_token", "take:take_token_triton")
-
-
+@launched("take:take_token_triton")
 def take_token(
     keys: Tensor,
     values: Tensor,
@@ -62,52 +39,17 @@ def take_token(
         table: i32 (B, n), pages of each row.
         store: with one run, quantized by token, and no sink.
     """
-    call(_take_token, keys, keys, values, lengths, list(tails), *map(list, parts), table, store.spec)
+    count = len(lengths)
+    past, new = (lengths - 1).clamp(min=0), lengths.clamp(max=1)
+    rows = torch.arange(count, dtype=torch.int32, device=keys.device)
+    counters = torch.stack([torch.zeros_like(past), past + 1, past, past])
+    windows = [*(tail[:, :, :0] for tail in tails), *tails]
+    append(keys, values, counters, windows, store, rows)
+    for own, fmt, side, tail in zip(parts, store.runs[0], SIDES, tails, strict=True):
+        seal_side(own, table, past, new, tail[:count], (past % tail.shape[2])[:, None], fmt, side)
 
 
-@define("take_page", mutates=("windows", "keys_parts", "values_parts", "sums"))
-def _take_page(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    steps: Tensor,
-    found: Tensor,
-    windows: Sequence[Tensor],
-    keys_parts: Sequence[Tensor],
-    values_parts: Sequence[Tensor],
-    table: Tensor,
-    sums: Sequence[Tensor],
-    store: str,
-    rule: str,
-    rounds: Sequence[int],
-    key_balance: str,
-    value_balance: str,
-    restores: bool,
-) -> None:
-    form, half = StoreFormat.parse(store), windows[0].shape[0] // 2
-    slot, due, source = found[:, : keys.shape[0]]
-    again, start, full = steps[4:7]
-    page = windows[0].shape[2]
-    halves = [*(window[:half] for window in windows), *(window[half:] for window in windows)]
-    append(keys, values, steps[:4], halves, form, slot)
-    weight = None
-    if sums:
-        weight = query.new_empty((*keys.shape[:2], keys.shape[3]), dtype=torch.float32)
-        observe(query, sums[0], sums[1], again, weight, slot)
-    window = torch.where(start > 0, slot + half, slot)
-    token = torch.arange(page, dtype=torch.int32, device=keys.device)
-    columns = window[:, None] * (keys.shape[1] * page) + token
-    balances = Balance(rounds[0], key_balance), Balance(rounds[1], value_balance)
-    for at, parts in enumerate((keys_parts, values_parts)):
-        rest = form.runs[0][at], SIDES[at], rule, (weight, None)[at], balances[at]
-        seal_side(parts, table, start, full, side_by_side(windows[at], len(slot)), columns, *rest)
-    if restores:
-        restore(halves[:2], [table, *keys_parts, *values_parts], due, source, slot, form)
-
-
-triton_slot("take_page", "take:take_page_triton")
-
-
+@launched("take:take_page_triton")
 def take_page(
     query: Tensor,
     keys: Tensor,
@@ -140,6 +82,19 @@ def take_page(
         balance: of normed pages, for keys and values.
         restores: whether rows that lack their first page get it, see `restore`. It may be filled in this step.
     """
-    rounds, (key_balance, value_balance) = [each.rounds for each in balance], (each.rule for each in balance)
-    rest = list(windows), *map(list, parts), table, list(sums), store.spec, rule, rounds, key_balance, value_balance
-    call(_take_page, keys, query, keys, values, rows.steps, rows.found, *rest, restores)
+    half, (slot, due, source) = windows[0].shape[0] // 2, rows.found[:, : keys.shape[0]]
+    page = windows[0].shape[2]
+    halves = [*(window[:half] for window in windows), *(window[half:] for window in windows)]
+    append(keys, values, rows.counters, halves, store, slot)
+    weight = None
+    if sums:
+        weight = query.new_empty((*keys.shape[:2], keys.shape[3]), dtype=torch.float32)
+        observe(query, sums[0], sums[1], rows.again, weight, slot)
+    window = torch.where(rows.start > 0, slot + half, slot)
+    token = torch.arange(page, dtype=torch.int32, device=keys.device)
+    columns = window[:, None] * (keys.shape[1] * page) + token
+    for at, own in enumerate(parts):
+        rest = store.runs[0][at], SIDES[at], rule, (weight, None)[at], balance[at]
+        seal_side(own, table, rows.start, rows.full, side_by_side(windows[at], len(slot)), columns, *rest)
+    if restores:
+        restore(due, source, slot, halves[:2], [table, *parts[0], *parts[1]], store)

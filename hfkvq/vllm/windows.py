@@ -249,8 +249,8 @@ class WindowPages(LayerPages):
 
     def restore(self, table: Tensor, claim: Claim) -> None:
         """Fills the first pages of requests that are new to their slots."""
-        (keys, values), rest = self.parts, (claim.due, claim.source, claim.slot, self.form)
-        kernels.restore(self.windows[:2], [table, *keys, *values], *rest)
+        keys, values = self.parts
+        kernels.restore(claim.due, claim.source, claim.slot, self.windows[:2], [table, *keys, *values], self.form)
 
     def attend_step(self, query: Tensor, rows: WindowSteps, scaling: float, out: Tensor) -> None:
         """Attention (R, Hq, D) of one token of each request, into (R, Hq, D)."""

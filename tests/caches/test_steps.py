@@ -204,7 +204,7 @@ def fails_at(monkeypatch, which, of, name):
 FAILURES = [
     (name, which, of)
     for name in ("saw-int4", "arkv", "mixkvq")
-    for which, of in ((1, "advance"), (1, "store_attention"), (1, "seal_side"), (2, "seal_side"))
+    for which, of in ((1, "advance"), (1, "decode_attention"), (1, "seal_side"), (2, "seal_side"))
     if (name, of) != ("mixkvq", "advance")
 ]
 

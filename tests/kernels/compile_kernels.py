@@ -323,7 +323,7 @@ def step_in_slots(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, 
     kernels.append(new, new, numbers, windows, form, state.rows)
     attend_and_seal(asked, asked, 1, AttentionArguments(0.1), state, plan)
     pages = [torch.zeros(slots, heads, unit, dim, dtype=dtype) for _ in SIDES]
-    kernels.restore(pages, state.flat_runs(), numbers[0], numbers[0], numbers[0], form)
+    kernels.restore(numbers[0], numbers[0], numbers[0], pages, state.flat_runs(), form)
     table, lengths = state.runs[0].table, numbers[0]
     if rule or any(fmt.whole for fmt in form.runs[0]):
         claimed = kernels.claim(table, lengths, kernels.new_slots(slots, numbers.device), unit, rows)

@@ -145,5 +145,5 @@ def expected_of(table, lengths, slots, steps, past=None, sealed=None):
     """Results of the reference for a batch."""
     found, rows = table.new_empty((3, len(table))), table.new_empty((ROWS, steps))
     run = table[:steps] if table.shape[1] == 1 else table.new_empty((steps, table.shape[1] - 1))
-    reference("claim")(table, lengths, past, sealed, slots, found, rows, run, PAGE)
+    reference("fill_claim")(table, lengths, past, sealed, slots, found, rows, run, PAGE)
     return [found, rows, run, *slots]

@@ -309,6 +309,6 @@ def test_requests_by_hand(backend, windowed):
 def test_requests_of_kernel_and_reference(triton_backend, spec, dtype, windowed):
     given = requests_of(spec, dtype, windowed, strided=dtype != torch.float16)
     store, fresh, units, requests, run, windows, tokens = given
-    expected = reference("gather_requests")(*fresh, units, requests, run, windows, tokens, store.spec)
+    expected = reference("gather_requests")(*fresh, units, requests, run, windows, tokens, store)
     found = gather_on(triton_backend, *given)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from hfkvq.kernels import latent_attention
+from hfkvq.kernels import decode_attention
 from hfkvq.kernels.pages import StoreFormat
 from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build, launch_parameters
 
@@ -45,11 +45,11 @@ def latents(case: Case, seed: int = 0, change=None):
 
 
 def checked(case, device, mask=None, sinks=None, softcap=0.0, change=None):
-    """`latent_attention` is as good as plain attention."""
+    """`decode_attention` is as good as plain attention."""
     layer, form = latents(case, change=change)
     q, counters, windows, runs = layer.to(device)
     placed = [None if x is None else x.to(device) for x in (mask, sinks)]
-    got = latent_attention(q, counters, windows, runs, *placed, 0.07, softcap, form)
+    got = decode_attention(q, counters, windows, runs, *placed, 0.07, softcap, form)
     exact, plain = (attend(layer, dtype, 0.07, mask, sinks, softcap) for dtype in (torch.float64, case.dtype))
     assert got.dtype == case.dtype
     assert_as_good_as_torch(got, exact, plain)
@@ -94,7 +94,7 @@ def test_rows_without_tokens(backend):
     )
     layer, form = latents(case)
     q, counters, windows, runs = layer.to(backend)
-    got = latent_attention(q, counters, windows, runs, None, None, 0.07, 0.0, form)
+    got = decode_attention(q, counters, windows, runs, None, None, 0.07, 0.0, form)
     assert (got[0] == 0).all()
     assert torch.isfinite(got).all()
 
@@ -106,9 +106,9 @@ def test_several_queries_see_no_later_token(backend):
     )
     layer, form = latents(case)
     q, counters, windows, runs = layer.to(backend)
-    several = latent_attention(q, counters, windows, runs, None, None, 0.07, 0.0, form)
+    several = decode_attention(q, counters, windows, runs, None, None, 0.07, 0.0, form)
     counters[1] -= 3
-    one = latent_attention(q[:, :, 1:2], counters, windows, runs, None, None, 0.07, 0.0, form)
+    one = decode_attention(q[:, :, 1:2], counters, windows, runs, None, None, 0.07, 0.0, form)
     torch.testing.assert_close(several[:, :, 1:2], one, atol=2e-3, rtol=2e-3)
 
 
@@ -133,7 +133,7 @@ def test_kernel_is_captured(name):
     q, counters, windows, runs = layer.to(torch.device("cuda"))
 
     def attended():
-        return latent_attention(q, counters, windows, runs, None, None, 0.07, 0.0, form)
+        return decode_attention(q, counters, windows, runs, None, None, 0.07, 0.0, form)
 
     attended()
     torch.cuda.synchronize()

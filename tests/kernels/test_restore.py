@@ -46,7 +46,7 @@ def on(device, tensors):
 def test_by_hand(backend):
     store, windows, run, rest = given("4t32p128/2t64p128", torch.float32)
     found = [x.clone() for x in on(backend, windows)]
-    restore(found, on(backend, run), *on(backend, rest), store)
+    restore(*on(backend, rest), found, on(backend, run), store)
     for at, side, parts in ((0, "keys", run[1:4]), (1, "values", run[4:])):
         expected = windows[at].clone()
         expected[1] = dequantize_pages([part[3:4] for part in parts], store.runs[0][at], side, DIM)[0].float()
@@ -59,8 +59,8 @@ def test_by_hand(backend):
 def test_kernel_is_reference(triton_backend, spec, dtype):
     store, windows, run, rest = given(spec, dtype)
     expected = [x.clone() for x in windows]
-    reference("restore")(expected, run, *rest, store.spec)
+    reference("restore")(*rest, expected, run, store)
     found = [x.clone() for x in on(triton_backend, windows)]
-    restore(found, on(triton_backend, run), *on(triton_backend, rest), store)
+    restore(*on(triton_backend, rest), found, on(triton_backend, run), store)
     # A GPU may round the last bit of a narrow number otherwise.
     torch.testing.assert_close([x.cpu() for x in found], expected, rtol=torch.finfo(dtype).eps, atol=0)

@@ -71,11 +71,10 @@ def test_tokens_are_appended_and_sealed(triton_backend, spec, dtype):
     def run(take, device, store):
         own_tails, own = on(device, [x.clone() for x in tails]), [on(device, [x.clone() for x in p]) for p in parts]
         given = on(device, [keys, values, lengths])
-        take(*given, own_tails, *own, table.to(device), store)
+        take(*given, own_tails, own, table.to(device), store)
         return [x.cpu() for x in (*own_tails, *own[0], *own[1])]
 
-    expected = run(reference("take_token"), "cpu", store.spec)
-    found = run(lambda *given: take_token(*given[:4], given[4:6], *given[6:]), triton_backend, store)
+    expected, found = run(reference("take_token"), "cpu", store), run(take_token, triton_backend, store)
     assert all(map(torch.equal, found, expected))
     before = [*tails, *parts[0], *parts[1]]
     assert not any(map(torch.equal, found, before))
@@ -120,25 +119,13 @@ def test_pages_are_filled_sealed_and_restored(triton_backend, spec, dtype):
 
     def run(take, device, restores):
         own = [on(device, [x.clone() for x in each]) for each in (windows, *parts, sums if weighs else [])]
-        take(*on(device, [query, keys, values]), device, *own, restores)
+        given, made = on(device, [query, keys, values]), claimed(lengths, slots, dues, spare, device)
+        take(*given, made, own[0], own[1:3], table.to(device), own[3], store, rule, balance, restores)
         return [x.cpu() for each in own for x in each]
-
-    def kernel(query, keys, values, device, windows, key_parts, value_parts, sums, restores):
-        made = claimed(lengths, slots, dues, spare, device)
-        rest = table.to(device), sums, store, rule, balance, restores
-        take_page(query, keys, values, made, windows, (key_parts, value_parts), *rest)
-
-    def plain(query, keys, values, device, windows, key_parts, value_parts, sums, restores):
-        made = claimed(lengths, slots, dues, spare, device)
-        rest = [each.rounds for each in balance], *(each.rule for each in balance), restores
-        reference("take_page")(
-            query, keys, values, made.steps, made.found, windows, key_parts, value_parts, table, sums, store.spec,
-            rule, *rest,
-        )  # fmt: skip
 
     before = [*windows, *parts[0], *parts[1], *(sums if weighs else [])]
     for restores in (True, False):
-        expected, found = run(plain, "cpu", restores), run(kernel, triton_backend, restores)
+        expected, found = run(reference("take_page"), "cpu", restores), run(take_page, triton_backend, restores)
         for x, y in zip(found, expected, strict=True):
             # Padding rows share a window, which no row reads.
             assert torch.equal(x, y)

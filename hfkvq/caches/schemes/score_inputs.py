@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hfkvq import kernels
 from hfkvq.kernels.arguments import AttentionArguments
 
 Kind = Literal["attention", "received", "queries", "keys", "values"]

@@ -237,7 +237,7 @@ class KVStore:
         return any(self.forecast(hold=hold).due)
 
     def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
-        """Attention of the newest queries (B, Hq, Q, D) over everything held; see `kernels.store_attention`.
+        """Attention of the newest queries (B, Hq, Q, D) over everything held; see `kernels.decode_attention`.
 
         A bias has to be a part of the mask, see `AttentionArguments.biased`.
         """
@@ -245,7 +245,7 @@ class KVStore:
         if self.fold > 1:
             # The layer's list of sinks has those of each head in turn: rows here take turns with it.
             mask, query = fold_mask(mask, query.shape[0], self.fold), self.folded(query)
-        out = kernels.store_attention(
+        out = kernels.decode_attention(
             query, state.counters, state.windows, state.flat_runs(), mask, sinks, scaling, softcap, self.format
         )
         return self.unfolded(out)

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import AttentionArguments
-from ..decode import LENGTH, START, sealed_count
+from ..decode import LENGTH, START, decode_attention, sealed_count
 from ..dispatch import Keep, call, define, reference, triton_slot
-from ..latent import store_attention
 from ..masks import fold_mask, has_room, mask_kind
 from ..pages import SIDES
 from ..seal import seal_side
@@ -286,7 +285,7 @@ def attend_and_seal(
     ready = state.ready(key, q) if alike else None
     if ready is None:
         # A buffer's queries were there before `advance`.
-        out = store_attention(
+        out = decode_attention(
             q, state.counters, state.windows, own if runs is None else runs, mask, sinks, scaling, softcap, plan.format,
             state.rows is None, state.rows, state.keep(key) if alike else None,
         )  # fmt: skip

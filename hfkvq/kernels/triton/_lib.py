@@ -81,11 +81,6 @@ def fields_of(bits: int) -> int:
     return 16 // bits if bits < 8 else 1
 
 
-def words_of(fmt: PageFormat, head_dim: int) -> int:
-    """Words of one token, in the sense of `fields_of`."""
-    return -(-head_dim // fields_of(fmt.bits))
-
-
 def cdiv(x: int, y: int) -> int:
     """Parts of ``y`` that cover ``x``. Not Triton's own, which costs microseconds at every launch."""
     return -(-x // y)
@@ -123,7 +118,6 @@ class PageShape(NamedTuple):
         N3: channels in trellis codes whose rest is walked again.
         N4: channels that a page stores at 4 bits.
         N16: those at 16 bits.
-        BE: words of a token's tile, a power of two.
         TRELLIS: whether codes are walks, see `hfkvq.kernels.trellis`.
     """
 
@@ -136,7 +130,6 @@ class PageShape(NamedTuple):
     N3: int
     N4: int
     N16: int
-    BE: int
     TRELLIS: bool
 
 
@@ -196,8 +189,6 @@ def page_shape(fmt: PageFormat, side: Side, head_dim: int) -> PageShape:
         N3=fmt.raised_room(3),
         N4=fmt.raised_room(4),
         N16=fmt.raised_room(16),
-        # Matrix products sum over 16 channels or more.
-        BE=max(power(words_of(fmt, head_dim)), 16 // fields_of(fmt.bits)),
         TRELLIS=fmt.trellis,
     )
 
@@ -209,19 +200,6 @@ def page_block(fmt: PageFormat, head_dim: int, elements: int, least: int) -> int
     if fmt.axis == "channel" and fmt.bits < 8 and power(group) == group:
         block = min(block, group)
     return max(block, least)
-
-
-@triton.jit
-def field_channels(o_e, D: tl.constexpr, E: tl.constexpr, FIELDS: tl.constexpr, BE: tl.constexpr):
-    """Channel of every position ``field * BE + e`` of an unpacked tile, and whether there is such a channel.
-
-    Tiles keep this order instead of the natural one: words unpack into it without a shuffle, and a dot product does
-    not care. BE is E rounded up to a power of two, or a part of E that begins at ``o_e[0]``.
-    """
-    # [FIELDS, BE]
-    o_c = tl.arange(0, FIELDS)[:, None] * E + o_e[None, :]
-    m_c = (o_c < D) & (o_e[None, :] < E)
-    return tl.reshape(o_c, (FIELDS * BE,)), tl.reshape(m_c.to(tl.int32), (FIELDS * BE,)) > 0
 
 
 @triton.jit
@@ -376,53 +354,33 @@ def word_pointers(page, i_head, o_t, o_e, E: tl.constexpr, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def load_page(page, i_head, i_first, m_t, SHAPE: tl.constexpr, BT: tl.constexpr):
-    """Dense [BT, FIELDS * BE] tile of a page: slots ``i_first + [0, BT)``, channels in the order of fields.
+def load_page(page, i_head, i_first, m_t, SHAPE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """Dense [BT, BD] tile of a page: slots ``i_first + [0, BT)``, channels in their order.
 
     f32; 16-bit pages stay in their own dtype. Elements that ``m_t`` or the head's width rule out are 0, whatever the
     page holds there.
     """
+    D: tl.constexpr = SHAPE.D
     BITS: tl.constexpr = SHAPE.BITS
-    BE: tl.constexpr = SHAPE.BE
     FIELDS: tl.constexpr = 16 // BITS if BITS < 8 else 1
-    E: tl.constexpr = (SHAPE.D + FIELDS - 1) // FIELDS
+    E: tl.constexpr = (D + FIELDS - 1) // FIELDS
     o_t = i_first + tl.arange(0, BT)
-    o_e = tl.arange(0, BE)
-    o_c, m_c = field_channels(o_e, SHAPE.D, E, FIELDS, BE)
+    o_c = tl.arange(0, BD)
+    m_c = o_c < D
+    m_x = m_t[:, None] & m_c[None, :]
     i_head = i_head.to(tl.int64)
     if SHAPE.TRELLIS:
-        b_x = page_numbers(page, i_head, o_t[:, None], o_c[None, :], m_t[:, None] & m_c[None, :], SHAPE)
-    else:
-        # [BT, BE]
-        p_word = word_pointers(page, i_head, o_t, o_e, E, SHAPE)
-        b_x = tl.load(p_word, mask=m_t[:, None] & (o_e[None, :] < E), other=0)
-    if BITS < 8 and not SHAPE.TRELLIS:
-        b_x = unpack_fields(b_x, BITS, FIELDS, BE, BT)
-    if BITS < 16:
-        b_x = dequantize(b_x, page, i_head, i_first, o_t, m_t, o_c, m_c, SHAPE, BT, FIELDS * BE)
-    return b_x
-
-
-@triton.jit
-def load_page_in_order(page, i_head, i_first, m_t, SHAPE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """`load_page` with channels in their natural order: [BT, BD]."""
-    BITS: tl.constexpr = SHAPE.BITS
-    FIELDS: tl.constexpr = 16 // BITS if BITS < 8 else 1
-    if FIELDS * SHAPE.BE == BD and (FIELDS == 1 or BD == SHAPE.D):
-        b_x = load_page(page, i_head, i_first, m_t, SHAPE, BT)
+        b_x = page_numbers(page, i_head, o_t[:, None], o_c[None, :], m_x, SHAPE)
+    elif BITS >= 8:
+        b_x = tl.load(word_pointers(page, i_head, o_t, o_c, E, SHAPE), mask=m_x, other=0)
+    elif FIELDS * E == D and D == BD:
+        # [BT, E]
+        b_x = tl.load(word_pointers(page, i_head, o_t, tl.arange(0, E), E, SHAPE), mask=m_t[:, None], other=0)
+        b_x = unpack_fields(b_x, BITS, FIELDS, E, BT)
     else:
         # Where words do not fill a power of two, every word is loaded again for each of its fields: from the cache.
-        E: tl.constexpr = (SHAPE.D + FIELDS - 1) // FIELDS
-        o_t = i_first + tl.arange(0, BT)
-        o_c = tl.arange(0, BD)
-        m_c = o_c < SHAPE.D
-        i_head = i_head.to(tl.int64)
-        m_x = m_t[:, None] & m_c[None, :]
-        if SHAPE.TRELLIS:
-            b_x = page_numbers(page, i_head, o_t[:, None], o_c[None, :], m_x, SHAPE)
-        else:
-            p_word = word_pointers(page, i_head, o_t, o_c % E, E, SHAPE)
-            b_x = tl.load(p_word, mask=m_x, other=0).to(tl.int32)
-            b_x = (b_x >> (o_c // E * BITS)[None, :]) & ((1 << BITS) - 1)
+        b_x = tl.load(word_pointers(page, i_head, o_t, o_c % E, E, SHAPE), mask=m_x, other=0).to(tl.int32)
+        b_x = (b_x >> (o_c // E * BITS)[None, :]) & ((1 << BITS) - 1)
+    if BITS < 16:
         b_x = dequantize(b_x, page, i_head, i_first, o_t, m_t, o_c, m_c, SHAPE, BT, BD)
     return b_x

@@ -21,7 +21,6 @@ from ._lib import (
     DOT_DTYPES,
     cdiv,
     dot_dtype,
-    field_channels,
     load_page,
     multiprocessors,
     on_device,
@@ -161,10 +160,11 @@ def dequantized_kernel(
         tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
         return
 
-    FIELDS_K: tl.constexpr = 16 // KEYS.BITS if KEYS.BITS < 8 else 1
-    FIELDS_V: tl.constexpr = 16 // VALUES.BITS if VALUES.BITS < 8 else 1
-    o_k, m_k = field_channels(tl.arange(0, KEYS.BE), DK, (DK + FIELDS_K - 1) // FIELDS_K, FIELDS_K, KEYS.BE)
-    o_v, m_v = field_channels(tl.arange(0, VALUES.BE), DV, (DV + FIELDS_V - 1) // FIELDS_V, FIELDS_V, VALUES.BE)
+    # Matrix products sum over 16 channels or more.
+    BDK: tl.constexpr = triton.next_power_of_2(DK) if DK > 16 else 16
+    BDV: tl.constexpr = triton.next_power_of_2(DV) if DV > 16 else 16
+    o_k, o_v = tl.arange(0, BDK), tl.arange(0, BDV)
+    m_k, m_v = o_k < DK, o_v < DV
     i_q = o_m % SHAPE.Q
     i_hq = i_h * SHAPE.SHARE + o_m // SHAPE.Q
     p_q = q + i_b * s_q[0] + i_hq * s_q[1] + i_q * s_q[2]
@@ -176,7 +176,7 @@ def dequantized_kernel(
     i_start = mask_start(i_start, i_length, masks, SHAPE.MASK, SHAPE.WINDOW)
     p_tail_k = row.tail_k + i_wh * (WK * DK)
     p_tail_v = row.tail_v + i_wh * (WV * DV)
-    b_acc = tl.zeros([BM, FIELDS_V * VALUES.BE], tl.float32)
+    b_acc = tl.zeros([BM, BDV], tl.float32)
     b_top = tl.full([BM], float("-inf"), tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
 
@@ -188,8 +188,8 @@ def dequantized_kernel(
             m_t = i_slot + o_t < G
             o_x = page_positions(pos, i_b, i_block // CHUNKS * G + i_slot + o_t, m_t, N, G, S)
             i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * SHAPE.H + i_h
-            b_k = load_page(keys, i_head, i_slot, m_t, KEYS, BT)
-            b_v = load_page(values, i_head, i_slot, m_t, VALUES, BT)
+            b_k = load_page(keys, i_head, i_slot, m_t, KEYS, BT, BDK)
+            b_v = load_page(values, i_head, i_slot, m_t, VALUES, BT, BDV)
             b_acc, b_top, b_sum = attend(
                 b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, masks, i_start, factors, SHAPE
             )
@@ -202,10 +202,10 @@ def dequantized_kernel(
             m_t = (o_j < n_run) & (i_slot + o_t < G)
             o_x = page_positions(pos, i_b, o_j, m_t, N, G, S)
             i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * SHAPE.H + i_h
-            b_k = load_page(keys, i_head, i_slot, m_t & (o_j < n_k), KEYS, BT)
+            b_k = load_page(keys, i_head, i_slot, m_t & (o_j < n_k), KEYS, BT, BDK)
             if (n_k < n_run) & (i_j + BT > n_k):
                 b_k += load_ring(p_tail_k, (o_x - S) % WK, m_t & (o_j >= n_k), o_k, m_k, DK).to(b_k.dtype)
-            b_v = load_page(values, i_head, i_slot, m_t & (o_j < n_v), VALUES, BT)
+            b_v = load_page(values, i_head, i_slot, m_t & (o_j < n_v), VALUES, BT, BDV)
             if (n_v < n_run) & (i_j + BT > n_v):
                 b_v += load_ring(p_tail_v, (o_x - S) % WV, m_t & (o_j >= n_v), o_v, m_v, DV).to(b_v.dtype)
             b_acc, b_top, b_sum = attend(
@@ -298,7 +298,7 @@ def dequantized_decode(
         heads, query_heads // heads, queries, head_dim, value_dim, form.sink, kind.kind, softcap > 0, dot, block_m,
         block_t, 1, form.window, kind.strides[1] != 0 or kind.strides[2] != 0, len(views),
     )  # fmt: skip
-    # Windows come last: as a page of 16 bits their channels are in order.
+    # Windows come last.
     unquantized = PageFormat(16, "token", 1, page)
     first = 0
     with on_device(q):

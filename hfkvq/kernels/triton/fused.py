@@ -238,7 +238,7 @@ def _norm_launch(rows: int, dim: int, eps: float, form: int, dtype: torch.dtype,
     return Launch(rms_norm_kernel, (cdiv(rows, block),), numbers, constants | {"enable_fp_fusion": False}, device)
 
 
-def linears_triton(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+def linears_triton(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
     """Launcher of `hfkvq.kernels.linears`."""
     rows = _rows(x, *weights, *biases)
     if not rows or len(weights) > LAYERS:

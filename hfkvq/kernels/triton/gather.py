@@ -22,7 +22,7 @@ from ..pages import SIDES, PageFormat, Side, StoreFormat, split_runs
 from ._lib import (
     DOT_DTYPES,
     cdiv,
-    load_page_in_order,
+    load_page,
     on_device,
     page_block,
     page_kinds,
@@ -93,10 +93,10 @@ def gather_pages_kernel(
         # All tokens are there, as nearly always: then none of them is looked at for that.
         if i_page * G + i_slot + BT <= n:
             m_t = tl.full([BT], 1, tl.int1)
-            b_x = load_page_in_order(page, i_head, i_slot, m_t, SHAPE, BT, BD)
+            b_x = load_page(page, i_head, i_slot, m_t, SHAPE, BT, BD)
             store_tokens(out, b_x, i_bh * COLUMNS + o_column, m_out, rotation, SHAPE.D, ROTATE, BT, BD)
             return
-    b_x = load_page_in_order(page, i_head, i_slot, m_t, SHAPE, BT, BD)
+    b_x = load_page(page, i_head, i_slot, m_t, SHAPE, BT, BD)
     store_tokens(out, b_x, i_bh * COLUMNS + o_column, m_out, rotation, SHAPE.D, ROTATE, BT, BD)
 
 
@@ -152,27 +152,57 @@ def _constants(form: StoreFormat, side: Side, heads: int, head_dim: int) -> dict
     return {**constants, "BD": max(16, power(head_dim)), "enable_fp_fusion": False}
 
 
-def _page_constants(form: StoreFormat, run: int, side: Side, head_dim: int) -> dict[str, Any]:
+def _page_constants(fmt: PageFormat, run: int, side: Side, head_dim: int) -> dict[str, Any]:
     """Further arguments of `gather_pages_kernel` for a run."""
-    at = int(side == "values")
-    fmt: PageFormat = form.runs[run][at]
-    block = page_block(fmt, head_dim, TILE, 1)
     return {
-        "COUNTER": RUNS + 2 * run + at,
+        "COUNTER": RUNS + 2 * run + (side == "values"),
         "SHAPE": page_shape(fmt, side, head_dim),
-        "BT": block,
+        "BT": page_block(fmt, head_dim, TILE, 1),
         "num_warps": WARPS,
     }
+
+
+def _run_constants(fmt: PageFormat, side: Side, heads: int, head_dim: int) -> dict[str, Any]:
+    """Arguments of `gather_pages_kernel` for a run by itself, in the basis of the store."""
+    own = {"H": heads, "S": 0, "WINDOW": 0, "ROTATE": 0, "BD": max(16, power(head_dim)), "enable_fp_fusion": False}
+    return own | _page_constants(fmt, 0, side, head_dim) | {"COUNTER": RUNS}
+
+
+def run_wanted(fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> Wanted:
+    """The variant of `run_pages_triton`."""
+    tensors = torch.float32, torch.int32, torch.int32, None, page_kinds(fmt, side, heads, head_dim, dtype)
+    return Wanted(gather_pages_kernel, (*tensors, 1.0, 2, 2, 2), _run_constants(fmt, side, heads, head_dim))
+
+
+def run_pages_triton(
+    table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: PageFormat, side: Side, head_dim: int
+) -> Tensor:
+    """Launcher of `hfkvq.kernels.products.run_pages`; 16-bit pages of f64 take the reference."""
+    if fmt.bits == 16 and parts[0].dtype not in DOT_DTYPES:
+        return reference("run_pages")(table, count, parts, fmt, side, head_dim)
+    (batch, blocks), heads = table.shape, parts[0].shape[1]
+    out = torch.empty((batch, heads, blocks * fmt.page_size, head_dim), dtype=torch.float32, device=table.device)
+    if out.numel():
+        # The first token is the first column.
+        counters = torch.cat([table.new_zeros((RUNS, batch)), count[None]])
+        constants = _run_constants(fmt, side, heads, head_dim)
+        with on_device(out):
+            gather_pages_kernel[(blocks * cdiv(fmt.page_size, constants["BT"]), batch * heads)](
+                out=out, counters=counters, table=table.contiguous(), pos=None, page=page_tensors(parts, fmt),
+                rotation=1.0, B=batch, N=blocks, COLUMNS=out.shape[2], **constants,
+            )  # fmt: skip
+    return out
 
 
 def gather_wanted(form: StoreFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> Iterator[Wanted]:
     """The variants that dequantize the pages of each run."""
     for run, formats in enumerate(form.runs):
-        page = page_kinds(formats[side == "values"], side, heads, head_dim, dtype)
+        fmt = formats[side == "values"]
+        page = page_kinds(fmt, side, heads, head_dim, dtype)
         i32 = torch.int32
         constants = _constants(form, side, heads, head_dim)
         numbers = (factor_of(constants["ROTATE"]), 2, 2, 2)
-        own = _page_constants(form, run, side, head_dim)
+        own = _page_constants(fmt, run, side, head_dim)
         tensors = (dtype, i32, i32, None if form.ordered else i32, page)
         yield Wanted(gather_pages_kernel, (*tensors, *numbers), {**own, **constants})
 
@@ -204,7 +234,7 @@ def gather_rows_triton(
             fmt, blocks = formats[at], view.table.shape[1]
             if not blocks:
                 continue
-            own = _page_constants(form, i, which, head_dim)
+            own = _page_constants(fmt, i, which, head_dim)
             gather_pages_kernel[(blocks * -(-fmt.page_size // own["BT"]), batch * heads)](
                 table=view.table.contiguous(),
                 pos=None if view.pos is None else view.pos.contiguous(),
@@ -253,11 +283,11 @@ def gather_unit(
     if i_slot < i_held:
         m_t = (o_t < i_held) & (o_t < G)
         if not WINDOWED:
-            b_x = load_page_in_order(page, i_head, i_slot, m_t, SHAPE, BT, BD).to(tl.float32)
+            b_x = load_page(page, i_head, i_slot, m_t, SHAPE, BT, BD).to(tl.float32)
         elif m_sealed:
             # Pages are sealed whole: then none of their tokens is looked at.
             m_page = o_t < G if G % BT else tl.full([BT], 1, tl.int1)
-            b_x = load_page_in_order(page, i_head, i_slot, m_page, SHAPE, BT, BD).to(tl.float32)
+            b_x = load_page(page, i_head, i_slot, m_page, SHAPE, BT, BD).to(tl.float32)
         else:
             p_window = window + (i_window * G + o_t)[:, None] * D + o_d[None, :]
             b_x = tl.load(p_window, mask=m_t[:, None] & m_d, other=0.0).to(tl.float32)
@@ -362,7 +392,7 @@ def gather_requests_triton(
     run: Sequence[Tensor],
     windows: Sequence[Tensor],
     tokens: int,
-    store: str,
+    store: StoreFormat,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of `hfkvq.kernels.gather_requests`; what the interpreter would truncate takes the reference."""
     if keys.dtype not in DOT_DTYPES or (not keys.is_cuda and keys.dtype == torch.bfloat16):
@@ -375,6 +405,6 @@ def gather_requests_triton(
         heads, dims = keys.shape[1], (keys.shape[2], values.shape[2])
         sizes = units.shape[1], requests.shape[1], table.shape[1]
         strides = *keys.stride()[:2], *values.stride()[:2]
-        launch = _requests_launch(store, heads, dims, strides, sizes, bool(windows), keys.device)
+        launch = _requests_launch(store.spec, heads, dims, strides, sizes, bool(windows), keys.device)
         launch(*out, keys, values, units.contiguous(), requests.contiguous(), *windows, table.contiguous(), *parts)
     return out[0], out[1]

@@ -238,7 +238,7 @@ def latent_attention_triton(
     softcap: float,
     store: str,
 ) -> Tensor:
-    """Launcher of `hfkvq.kernels.latent_attention`."""
+    """Launcher of `hfkvq.kernels.decode_attention` for latents."""
     dtype, dim, rope_dim = q.dtype, windows[0].shape[-1], windows[1].shape[-1]
     if not is_served(store, dim, rope_dim, dtype):
         return reference("latent_attention")(q, counters, windows, runs, mask, sinks, scaling, softcap, store)

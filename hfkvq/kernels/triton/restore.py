@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..dispatch import reference
 from ..pages import SIDES, StoreFormat
-from ._lib import DOT_DTYPES, cdiv, load_page_in_order, page_block, page_nest, page_shape, part_kinds, power
+from ._lib import DOT_DTYPES, cdiv, load_page, page_block, page_nest, page_shape, part_kinds, power
 from .compile import Wanted
 from .hadamard import saturated
 from .launch import Launch
@@ -38,7 +38,7 @@ def restore_side(
         tl.store(p_to, tl.load(window + (i_from * H + i_h) * (G * D) + o_x, mask=m_x, other=0.0), mask=m_x)
     else:
         i_head = tl.load(table + i_b * N).to(tl.int64) * H + i_h
-        b_x = load_page_in_order(page, i_head, i_slot, o_t < G, SHAPE, BT, BD)
+        b_x = load_page(page, i_head, i_slot, o_t < G, SHAPE, BT, BD)
         tl.store(p_to, saturated(b_x.to(tl.float32), window.dtype.element_ty), mask=m_x)
 
 
@@ -82,15 +82,15 @@ def restore_wanted(form: StoreFormat, heads: int, head_dim: int, dtype: torch.dt
 
 
 def restore_triton(
-    windows: Sequence[Tensor], run: Sequence[Tensor], due: Tensor, source: Tensor, rows: Tensor, store: str
+    due: Tensor, source: Tensor, rows: Tensor, windows: Sequence[Tensor], run: Sequence[Tensor], store: StoreFormat
 ) -> None:
     """Launcher of `hfkvq.kernels.restore`; what the interpreter would truncate takes the reference."""
     keys, values = windows
     if keys.dtype not in DOT_DTYPES or (not keys.is_cuda and keys.dtype == torch.bfloat16):
-        return reference("restore")(windows, run, due, source, rows, store)
+        return reference("restore")(due, source, rows, windows, run, store)
     table, *parts = run
     assert all([x.is_contiguous() for x in (keys, values, *parts)]), "written in place"
     if len(rows):
         sizes = keys.shape[1], (keys.shape[3], values.shape[3]), len(rows), table.shape[1]
-        _launch(store, *sizes, keys.device)(keys, values, due, source, rows, table.contiguous(), *parts)
+        _launch(store.spec, *sizes, keys.device)(keys, values, due, source, rows, table.contiguous(), *parts)
     return None

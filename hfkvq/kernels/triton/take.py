@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..claim import Claimed
 from ..dispatch import reference
 from ..norms import Balance
 from ..pages import SIDES, PageFormat, StoreFormat
@@ -395,22 +396,21 @@ def take_token_triton(
     values: Tensor,
     lengths: Tensor,
     tails: Sequence[Tensor],
-    keys_parts: Sequence[Tensor],
-    values_parts: Sequence[Tensor],
+    parts: Sequence[Sequence[Tensor]],
     table: Tensor,
-    store: str,
+    store: StoreFormat,
 ) -> None:
     """Launcher of `hfkvq.kernels.take_token`; bf16 rounding under the interpreter takes the reference."""
-    form, dims = StoreFormat.parse(store), (keys.shape[3], values.shape[3])
-    odd = is_misrounded(keys, tails[0], form.rotate_keys or form.rotate_values)
-    if odd or not _is_served(form, keys.shape[1], dims, "") or any(fmt.whole for fmt in form.runs[0]):
-        return reference("take_token")(keys, values, lengths, tails, keys_parts, values_parts, table, store)
-    parts = [*keys_parts, *values_parts]
-    assert all([x.is_contiguous() for x in (*tails, *parts)]), "written in place"
+    dims = keys.shape[3], values.shape[3]
+    odd = is_misrounded(keys, tails[0], store.rotate_keys or store.rotate_values)
+    if odd or not _is_served(store, keys.shape[1], dims, "") or any(fmt.whole for fmt in store.runs[0]):
+        return reference("take_token")(keys, values, lengths, tails, parts, table, store)
+    own = [*parts[0], *parts[1]]
+    assert all([x.is_contiguous() for x in (*tails, *own)]), "written in place"
     if len(lengths):
         sizes = keys.shape, keys.stride(), values.shape, values.stride(), tails[0].shape[2], table.shape[1]
-        launch = take_token_launch(store, *sizes, keys.device)
-        launch(keys, values, lengths.contiguous(), table.contiguous(), *tails, *parts)
+        launch = take_token_launch(store.spec, *sizes, keys.device)
+        launch(keys, values, lengths.contiguous(), table.contiguous(), *tails, *own)
     return None
 
 
@@ -474,44 +474,37 @@ def take_page_triton(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    steps: Tensor,
-    found: Tensor,
+    rows: Claimed,
     windows: Sequence[Tensor],
-    keys_parts: Sequence[Tensor],
-    values_parts: Sequence[Tensor],
+    parts: Sequence[Sequence[Tensor]],
     table: Tensor,
     sums: Sequence[Tensor],
-    store: str,
+    store: StoreFormat,
     rule: str,
-    rounds: Sequence[int],
-    key_balance: str,
-    value_balance: str,
+    balance: Sequence[Balance],
     restores: bool,
 ) -> None:
     """Launcher of `hfkvq.kernels.take_page`; trellis codes and what the interpreter would truncate take the reference.
 
     On a GPU that launches a kernel for each of its parts, which a graph can record.
     """
-    form, dims = StoreFormat.parse(store), (keys.shape[3], values.shape[3])
-    odd = is_misrounded(keys, windows[0], form.rotate_keys or form.rotate_values)
+    dims, rest = (keys.shape[3], values.shape[3]), (windows, parts, table, sums, store, rule, balance, restores)
+    odd = is_misrounded(keys, windows[0], store.rotate_keys or store.rotate_values)
     odd = odd or windows[0].dtype not in DOT_DTYPES or (not keys.is_cuda and windows[0].dtype == torch.bfloat16)
-    if odd or not _is_served(form, keys.shape[1], dims, rule) or form.sink != form.runs[0][0].page_size:
-        return reference("take_page")(
-            query, keys, values, steps, found, windows, keys_parts, values_parts, table, sums, store, rule, rounds,
-            key_balance, value_balance, restores,
-        )  # fmt: skip
-    parts = [*keys_parts, *values_parts]
-    assert all([x.is_contiguous() for x in (*windows, *parts, *sums, steps)]), "written in place"
+    if odd or not _is_served(store, keys.shape[1], dims, rule) or store.sink != store.runs[0][0].page_size:
+        return reference("take_page")(query, keys, values, rows, *rest)
+    own = [*parts[0], *parts[1]]
+    assert all([x.is_contiguous() for x in (*windows, *own, *sums, rows.steps)]), "written in place"
     if not keys.shape[0]:
         return None
-    balance = Balance(rounds[0], key_balance), Balance(rounds[1], value_balance)
     sizes = [size for x in (query, keys, values) for size in (x.shape, x.stride())]
     half = windows[0].shape[0] // 2
     launch, rooms = take_page_launch(
-        store, *sizes, half, table.shape[1], rule, balance, bool(sums), restores, found.stride(0), keys.device
+        store.spec, *sizes, half, table.shape[1], rule, tuple(balance), bool(sums), restores, rows.found.stride(0),
+        keys.device,
     )  # fmt: skip
     kinds = torch.float16, torch.float16, torch.float32
     norms = [torch.empty(s, dtype=k, device=keys.device) for s, k in zip(rooms, kinds, strict=True) if s is not None]
     last = [*norms[:-1], query, *sums, norms[-1]] if sums else norms
-    launch(keys, values, *windows, steps, found, table.contiguous(), *parts, *last)
+    launch(keys, values, *windows, rows.steps, rows.found, table.contiguous(), *own, *last)
     return None

@@ -17,12 +17,11 @@ from .claim import claim_wanted
 from .compile import GPUS, Compiled, Wanted, compile_all, leave_gpu_alone
 from .decode import decode_wanted
 from .fused import fused_wanted
-from .gather import requests_wanted
+from .gather import requests_wanted, run_wanted
 from .hadamard import hadamard_wanted
 from .latent import latent_wanted
 from .norms import norms_wanted
 from .place import place_wanted
-from .products import qk_wanted
 from .query_sums import page_weights_wanted
 from .restore import restore_wanted
 from .seal import seal_wanted
@@ -32,9 +31,6 @@ from .tiles import INTERPRETED
 I32 = torch.int32
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-
-WINDOW = 32
-"""Queries at the end of a prompt that schemes with a budget judge its tokens by; more or fewer are another variant."""
 
 
 def compile_layers(
@@ -149,9 +145,8 @@ def _rest(
         plain = observe_launch(shape, stride, dtype, device, plan.heads, False, False)
         yield plain.wanted([dtype, torch.float64, I32])
     if plan.query == "keep":
-        for queries in (1, WINDOW):
-            for fmt, _ in form.runs:
-                yield from qk_wanted(fmt, plan.heads, plan.key_dim, dtype, query_heads * queries)
+        for fmt, _ in form.runs:
+            yield run_wanted(fmt, "keys", plan.heads, plan.key_dim, dtype)
         # Their steps are the host's, unless they are recorded.
         for tokens in steps:
             yield append_launch(_new_tokens(plan, tokens, dtype, device), *rotate).wanted([dtype] * 6 + [I32])

@@ -1,11 +1,11 @@
-"""Logits and weighted sums over pages, against dense float64."""
+"""Logits of pages, against dense float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hfkvq.kernels import PageFormat, dequantize_pages, qk_pages, quantize_pages, sv_pages
+from hfkvq.kernels import PageFormat, dequantize_pages, qk_pages, quantize_pages
 from tests.kernels.stores import assert_as_good_as_torch, poison
 
 ROWS, HEADS, PAGES = 2, 2, 3
@@ -59,33 +59,11 @@ def check_qk(device, spec, head_dim, rows, dtype, counts=None):
     assert_as_good_as_torch(got.masked_fill(outside, 0.0), exact, plain)
 
 
-def check_sv(device, spec, head_dim, rows, dtype, counts=None):
-    """Sums with random weights: as good as torch in their dtype."""
-    parts, table, count, dense, fmt = pages(spec, "values", head_dim, counts or counts_of(spec), dtype)
-    columns = PAGES * fmt.page_size
-    # As a piece of a longer row of weights.
-    probs = torch.randn(ROWS, HEADS, rows, columns + 8).softmax(-1).to(dtype)[..., 5 : 5 + columns]
-    probs = probs.masked_fill_(torch.arange(columns) >= count[:, None, None, None], 0.0)
-    parts = [part.to(device) for part in parts]
-    got = sv_pages(probs.to(device), table.to(device), count.to(device), parts, fmt, head_dim).cpu()
-    assert got.dtype == torch.float32
-    exact, plain = probs.double() @ dense.double(), probs @ dense.to(dtype)
-    assert_as_good_as_torch(got, exact, plain)
-    assert not got[count == 0].any()
-
-
 @pytest.mark.interpreted("2c8p32+4x8+16x3", "2t20p32", "4t80p16", "16t80p32", turns=2, over=("spec", "rows"))
 @pytest.mark.parametrize("rows", [1, 4, 7])
 @pytest.mark.parametrize("spec", ["2c32p32", "2c8p32+4x8+16x3", "4c12p24", "2t20p32", "4t80p16", "8t80p32", "16t80p32"])
 def test_qk(backend, spec, rows):
     check_qk(backend, spec, 80, rows, torch.float32)
-
-
-# These have no kernel.
-@pytest.mark.parametrize("rows", [1, 4, 7])
-@pytest.mark.parametrize("spec", ["2t20p32", "4t80p16", "2t80p24", "8t80p32", "8t20p32", "16t80p32"])
-def test_sv(spec, rows):
-    check_sv(torch.device("cpu"), spec, 80, rows, torch.float32)
 
 
 SHAPES = [
@@ -128,25 +106,12 @@ def test_qk_shapes(backend, spec, head_dim, dtype):
 def test_counts(backend, counts):
     """Rows that end anywhere, and rows that hold nothing, whatever lies in the pages behind them."""
     check_qk(backend, "4t64p32", 64, 3, torch.float32, counts)
-    check_sv(backend, "4t64p32", 64, 3, torch.float32, counts)
-
-
-@pytest.mark.parametrize("sms", [1, 2, 20])
-def test_splits(triton_backend, sms, monkeypatch):
-    """Any number of programs shares the pages of a row."""
-    from hfkvq.kernels.triton import products
-
-    monkeypatch.setattr(products, "multiprocessors", lambda device: sms)
-    check_qk(triton_backend, "4t64p32", 64, 4, torch.float32)
 
 
 def test_no_pages(backend):
-    """A table without blocks: no logits, and sums of nothing."""
+    """A table without blocks: no logits."""
     fmt = PageFormat.parse("4t64p32")
-    keys, values = (fmt.allocate(side, 0, HEADS, 64, torch.float32, backend) for side in ("keys", "values"))
+    keys = fmt.allocate("keys", 0, HEADS, 64, torch.float32, backend)
     table, count = (torch.zeros(*size, dtype=torch.int32, device=backend) for size in ((ROWS, 0), (ROWS,)))
     x = torch.zeros(ROWS, HEADS, 4, 64, device=backend)
     assert qk_pages(x, table, count, keys, fmt).shape == (ROWS, HEADS, 4, 0)
-    sums = sv_pages(x[..., :0], table, count, values, fmt, 64)
-    assert sums.shape == (ROWS, HEADS, 4, 64)
-    assert not sums.any()
