@@ -35,7 +35,7 @@ from hfkvq.kernels import hadamard
 from hfkvq.kernels.dispatch import reference
 from hfkvq.kernels.hadamard import rotation
 from hfkvq.kernels.pages import Side
-from hfkvq.kernels.quantize import quantize_pages
+from hfkvq.kernels.quantize import dequantize_pages, quantize_pages
 from hfkvq.kernels.seal import channel_widths
 from hfkvq.measure.models import find_model, load_model, load_tokenizer
 from hfkvq.measure.presets import page_bits
@@ -91,7 +91,7 @@ def rounded(x: Tensor, layout: Layout, which: Side, scheme: Scheme, queries: tup
         index = torch.arange(count, dtype=torch.int32, device=x.device)[None].expand(len(x), -1)
         norm = flat(reference("page_norms")(own, index, fmt.axis, fmt.page_size, *side.balance))
     parts = quantize_pages(flat(pages), fmt, which, widths, norm)
-    back = reference("dequantize_pages")(parts, fmt.spec, which, x.shape[-1])
+    back = dequantize_pages(parts, fmt, which, x.shape[-1])
     back = back.unflatten(0, (len(x), -1)).transpose(1, 2).flatten(2, 3)
     out = x.clone()
     out[:, :, layout.sink : layout.sink + count] = hadamard(back, turn, back=True).to(x.dtype)

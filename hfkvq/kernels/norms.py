@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch import call, define, triton_slot
+from .dispatch import launched
 from .groups import F16_MAX
 from .pages import Axis
 
@@ -99,40 +99,7 @@ def _of_deviation(x: Tensor, own: int, other: int, rounds: int) -> Tensor:
     return best / _tree_mean(best, other)
 
 
-@define("page_norms")
-def _page_norms(
-    source: Tensor, index: Tensor, axis: str, page: int, rounds: int, rule: str, new: Tensor | None = None
-) -> Tensor:
-    heads, head_dim = source.shape[1], source.shape[3]
-    chosen = index.clamp(0, source.shape[2] - 1).long()[:, None, :, None].expand(-1, heads, -1, head_dim)
-    x = source.gather(2, chosen).float().unflatten(2, (-1, page))
-    if not x.numel() or (new is not None and not new.any()):
-        return x.new_ones((*x.shape[:3], page if axis == "channel" else head_dim), dtype=torch.float16)
-    x = torch.where(x.abs() <= F16_MAX, x, 0.0)
-    # Rows have scales of their own and run along ``other``, the axis of the factors.
-    own, other = (4, 3) if axis == "channel" else (3, 4)
-    if rule == "deviation":
-        return _of_deviation(x, own, other, rounds).squeeze(own).half()
-    power = x * x
-    power = power / _positive_or_one(_tree_mean(_tree_mean(power, own), other))
-    first = x.amax(other, keepdim=True) - x.amin(other, keepdim=True)
-    square = torch.ones_like(x.narrow(own, 0, 1))
-    best, least = square, torch.ones_like(square[..., :1, :1])
-    for _ in range(rounds):
-        rows = _tree_mean(power / square, other).clamp(min=LEAST)
-        square = _tree_mean(power / rows, own).clamp(min=LEAST)
-        norm = square.sqrt()
-        # About 1, so that scales and zeros stay where f16 is exact; and as it is stored.
-        norm = (norm / _tree_mean(norm, other)).half().float()
-        loss = _loss(x, norm, first, own, other)
-        better = loss < least
-        best, least = torch.where(better, norm, best), torch.where(better, loss, least)
-    return best.squeeze(own).half()
-
-
-triton_slot("page_norms", "norms:page_norms_triton")
-
-
+@launched("norms:page_norms_triton")
 def page_norms(
     source: Tensor,
     index: Tensor,
@@ -167,4 +134,28 @@ def page_norms(
     """
     if rule not in RULES:
         raise ValueError(f"rule: got {rule!r}, allowed {', '.join(RULES)}.")
-    return call(_page_norms, source, source, index, axis, page, rounds, rule, new)
+    heads, head_dim = source.shape[1], source.shape[3]
+    chosen = index.clamp(0, source.shape[2] - 1).long()[:, None, :, None].expand(-1, heads, -1, head_dim)
+    x = source.gather(2, chosen).float().unflatten(2, (-1, page))
+    if not x.numel() or (new is not None and not new.any()):
+        return x.new_ones((*x.shape[:3], page if axis == "channel" else head_dim), dtype=torch.float16)
+    x = torch.where(x.abs() <= F16_MAX, x, 0.0)
+    # Rows have scales of their own and run along ``other``, the axis of the factors.
+    own, other = (4, 3) if axis == "channel" else (3, 4)
+    if rule == "deviation":
+        return _of_deviation(x, own, other, rounds).squeeze(own).half()
+    power = x * x
+    power = power / _positive_or_one(_tree_mean(_tree_mean(power, own), other))
+    first = x.amax(other, keepdim=True) - x.amin(other, keepdim=True)
+    square = torch.ones_like(x.narrow(own, 0, 1))
+    best, least = square, torch.ones_like(square[..., :1, :1])
+    for _ in range(rounds):
+        rows = _tree_mean(power / square, other).clamp(min=LEAST)
+        square = _tree_mean(power / rows, own).clamp(min=LEAST)
+        norm = square.sqrt()
+        # About 1, so that scales and zeros stay where f16 is exact; and as it is stored.
+        norm = (norm / _tree_mean(norm, other)).half().float()
+        loss = _loss(x, norm, first, own, other)
+        better = loss < least
+        best, least = torch.where(better, norm, best), torch.where(better, loss, least)
+    return best.squeeze(own).half()

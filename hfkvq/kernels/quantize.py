@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dispatch import call, define
+from .dispatch import exact
 from .groups import F16_MAX, Groups
 from .pages import WALK, PageFormat, Side
 from .trellis import RATIO, centre, decode, encode, encode_with, own_scale
@@ -175,47 +175,7 @@ def _walked_keys(named: dict[str, Tensor], fmt: PageFormat) -> Tensor:
     return (x * scale + zero).transpose(2, 3)
 
 
-@define("dequantize_pages")
-def _dequantize_pages(parts: Sequence[Tensor], fmt: str, side: str, head_dim: int) -> Tensor:
-    form = PageFormat.parse(fmt)
-    named = dict(zip(form.names, parts, strict=True))
-    codes = named["codes"]
-    if not codes.shape[0]:
-        return codes.new_empty((0, codes.shape[1], form.page_size, head_dim), dtype=torch.float32)
-    if form.bits == 16:
-        return codes.to(torch.float32, copy=True)
-    if form.bits == 8:
-        scale = named["scale"].float().transpose(-1, -2)[..., None]
-        return (codes.float().unflatten(-1, (-1, form.group_size)) * scale).flatten(-2)
-    if form.trellis:
-        if side == "values":
-            return decode(codes, form.bits) * named["scale"].float().transpose(-1, -2)
-        return _walked_keys(named, form)
-    if side == "values":
-        codes = codes.transpose(-1, -2)
-    x = unpack_words(codes, form.bits, head_dim).float()
-    page = x.shape[-2]
-    if "high" in named:
-        # The clamps keep what a reserved page holds, anything, from indexing past the head.
-        index = named["high_index"].long()[:, :, None, :].clamp(max=head_dim - 1)
-        upper = unpack_words(named["high"].transpose(-1, -2), 2, page).transpose(-1, -2).float()
-        x.scatter_add_(-1, index.expand_as(upper), upper * 4.0)
-    scale, zero = named["scale"].float(), named["zero"].float()
-    if form.axis == "channel":
-        x = (x.unflatten(-2, (page // form.group_size, -1)) * scale.unsqueeze(-2) + zero.unsqueeze(-2)).flatten(-3, -2)
-    else:
-        groups = x.unflatten(-1, (-1, form.group_size))
-        scale, zero = scale.transpose(-1, -2)[..., None], zero.transpose(-1, -2)[..., None]
-        x = (groups * scale + zero).flatten(-2)
-    if "norm" in named:
-        x = x * named["norm"].float().unsqueeze(-1 if form.axis == "channel" else -2)
-    if "full" in named:
-        index = named["full_index"].long().clamp(max=head_dim - 1)[:, :, None, :]
-        full = named["full"].float()
-        x.scatter_add_(-1, index.expand_as(full), full)
-    return x
-
-
+@exact
 def dequantize_pages(parts: Sequence[Tensor], fmt: PageFormat, side: Side, head_dim: int) -> Tensor:
     """Dense values of pages: ``x̂ = code * scale + zero``, times ``norm`` if the format is normed.
 
@@ -226,4 +186,39 @@ def dequantize_pages(parts: Sequence[Tensor], fmt: PageFormat, side: Side, head_
     Returns:
         f32 (N, H, G, D), in the basis of the store.
     """
-    return call(_dequantize_pages, parts[0], list(parts), fmt.spec, side, head_dim)
+    named = dict(zip(fmt.names, parts, strict=True))
+    codes = named["codes"]
+    if not codes.shape[0]:
+        return codes.new_empty((0, codes.shape[1], fmt.page_size, head_dim), dtype=torch.float32)
+    if fmt.bits == 16:
+        return codes.to(torch.float32, copy=True)
+    if fmt.bits == 8:
+        scale = named["scale"].float().transpose(-1, -2)[..., None]
+        return (codes.float().unflatten(-1, (-1, fmt.group_size)) * scale).flatten(-2)
+    if fmt.trellis:
+        if side == "values":
+            return decode(codes, fmt.bits) * named["scale"].float().transpose(-1, -2)
+        return _walked_keys(named, fmt)
+    if side == "values":
+        codes = codes.transpose(-1, -2)
+    x = unpack_words(codes, fmt.bits, head_dim).float()
+    page = x.shape[-2]
+    if "high" in named:
+        # The clamps keep what a reserved page holds, anything, from indexing past the head.
+        index = named["high_index"].long()[:, :, None, :].clamp(max=head_dim - 1)
+        upper = unpack_words(named["high"].transpose(-1, -2), 2, page).transpose(-1, -2).float()
+        x.scatter_add_(-1, index.expand_as(upper), upper * 4.0)
+    scale, zero = named["scale"].float(), named["zero"].float()
+    if fmt.axis == "channel":
+        x = (x.unflatten(-2, (page // fmt.group_size, -1)) * scale.unsqueeze(-2) + zero.unsqueeze(-2)).flatten(-3, -2)
+    else:
+        groups = x.unflatten(-1, (-1, fmt.group_size))
+        scale, zero = scale.transpose(-1, -2)[..., None], zero.transpose(-1, -2)[..., None]
+        x = (groups * scale + zero).flatten(-2)
+    if "norm" in named:
+        x = x * named["norm"].float().unsqueeze(-1 if fmt.axis == "channel" else -2)
+    if "full" in named:
+        index = named["full_index"].long().clamp(max=head_dim - 1)[:, :, None, :]
+        full = named["full"].float()
+        x.scatter_add_(-1, index.expand_as(full), full)
+    return x

@@ -120,10 +120,3 @@ def test_balanced_as_the_authors_do(backend, kind, axis, side, bits):
     apart = np.abs(codes - released_codes(tile, expected, bits))
     assert apart.max() <= 1
     assert (apart > 0).mean() < 0.01
-
-
-@pytest.mark.interpreted
-def test_opcheck(backend):
-    index = torch.arange(32, dtype=torch.int32, device=backend).expand(2, -1)
-    args = (torch.randn(2, 2, 40, 16, device=backend), index, "token", 16, 2, "deviation")
-    torch.library.opcheck(torch.ops.hfkvq.page_norms.default, args, test_utils="test_schema")

@@ -103,10 +103,3 @@ def test_eight_bits_are_within_an_eighth():
     scale = parts[1].float().transpose(-1, -2).repeat_interleave(16, -1)
     error = (dequantize_pages(parts, fmt, "keys", 32) - x).abs()
     assert (error <= x.abs() / 16 * 1.01 + scale * 2**-9).all()
-
-
-@pytest.mark.parametrize("spec", ["2c16p16+4x8+16x8", "4t16p16n"])
-def test_opcheck(spec):
-    fmt = PageFormat.parse(spec)
-    parts = quantize_pages(torch.randn(2, 2, 16, 32), fmt, "keys")
-    torch.library.opcheck(torch.ops.hfkvq.dequantize_pages.default, (parts, spec, "keys", 32), test_utils="test_schema")

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch import reference
-from ..norms import DEVIATIONS, FACTORS, LEAST, Balance
-from ..pages import PageFormat
+from ..norms import DEVIATIONS, FACTORS, LEAST, RULES, Balance
+from ..pages import Axis, PageFormat
 from ._lib import F16_MAX, on_device, power
 from .compile import Wanted
 
@@ -202,12 +202,18 @@ def page_norms_kernel(out, source, index, new, s_b, s_h, s_l, s_d, H, M, L, SHAP
 
 
 def page_norms_triton(
-    source: Tensor, index: Tensor, axis: str, page: int, rounds: int, rule: str, new: Tensor | None = None
+    source: Tensor,
+    index: Tensor,
+    axis: Axis,
+    page: int,
+    rounds: int = 1,
+    rule: str = "error",
+    new: Tensor | None = None,
 ) -> Tensor:
     """Launcher of `hfkvq.kernels.page_norms`; pages that outgrow registers, and f64, take the reference."""
     batch, heads, length, head_dim = source.shape
     elements = power(page) * power(head_dim)
-    if elements > MOST_ELEMENTS or source.dtype == torch.float64:
+    if elements > MOST_ELEMENTS or source.dtype == torch.float64 or rule not in RULES:
         return reference("page_norms")(source, index, axis, page, rounds, rule, new)
     pages, size = index.shape[1] // page, page if axis == "channel" else head_dim
     out = torch.empty((batch, heads, pages, size), dtype=torch.float16, device=source.device)
