@@ -14,11 +14,11 @@ export PYTHONPATH=. PYTORCH_NO_CUDA_MEMORY_CACHING=1
 
 collect() { "$python" -m pytest -q -p no:cacheprovider -m gpu --collect-only "$@" | grep '::' || true; }
 cd tests/kernels
-short=$(ls test_*.py | grep -vE 'test_(decode|gather|qk_sv|seal)\.py' | sed 's|^|tests/kernels/|')
+short=$(ls test_*.py | grep -vE 'test_(decode|gather|products|seal)\.py' | sed 's|^|tests/kernels/|')
 cd ../..
 # shellcheck disable=SC2086
 collect $short | grep -v graphs > "$cases"
-for file in decode gather qk_sv seal; do
+for file in decode gather products seal; do
     collect "tests/kernels/test_$file.py" | awk -v every="$every" 'NR % every == 1 || every == 1' >> "$cases"
 done
 echo "$(wc -l < "$cases") cases, $tool, commit $(git describe --always --dirty 2> /dev/null || echo unknown)" > "$cases.log"
