@@ -81,8 +81,8 @@ class Part:
 MANY = 8
 """Tokens of a window that are fed at a time behind its prompt."""
 
-PRESETS = """none full best-4.3 best-3.4 best-2.8 best-2.5 mixkvq kvarn-k4v2 kitty-pro kitty kivi-2 kvarn-k2v2 arkv int4
-saw-int4 saw-int4-kv triaxial""".split()
+PRESETS = """none full best-4.3 best-3.4 best-2.8 best-2.5 trellis-2.5 best-2.0 best-1.5 mixkvq kvarn-k4v2 kitty-pro
+kitty kivi-2 kvarn-k2v2 arkv int4 saw-int4 saw-int4-kv triaxial""".split()
 
 PARTS = {
     "kld8k": Part(4, 16, prompt=7168, scored=512),
