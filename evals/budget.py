@@ -14,11 +14,13 @@ Parts, any of which may be left out (``--parts ladder steps fill``), into one JS
 - ``steps``: milliseconds of a captured step on the rungs that equal best-4.3 and best-2.5, beside these presets, in
   turns. With ``--forget`` also on the last of these rungs of a cache that may forget, and so keeps its newest queries.
 - ``long`` (with ``--shape``): a long prompt, beside `DynamicCache`, on a device of which a part may be used.
-- ``fill``: a short prompt and many steps within a budget that makes the cache go down the whole ladder. ``above`` is
-  the peak of PyTorch's allocator above weights, less what such steps take beside a cache with room (``beside``), and
-  must not exceed the budget. ``changes`` has seconds of each change: kernels compiled, tokens requantized, the step in
-  Python and the capture; ``share`` is their sum, of the whole. With ``--forget``
-  the budget is for half of the tokens, and the cache forgets the others.
+- ``fill``: a short prompt and many steps within a budget that makes the cache go down the whole ladder, twice: the
+  first cache of a process also compiles kernels and measures the model. ``above`` is the peak of PyTorch's allocator in
+  the prompt, and in the steps behind it, above weights, less what each takes beside a cache with room (``beside``), and
+  must not exceed the budget. ``changes`` has for each change seconds of its parts (`PARTS`), sides that went down, and
+  blocks asked of the driver; ``share`` is the seconds' sum, of the whole. With ``--launches`` a third cache has its
+  changes profiled: operations and launches of each. With ``--forget`` the budget is for half of the tokens, and the
+  cache forgets the others.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -230,12 +233,18 @@ def steps(model: Any, given: argparse.Namespace, order: Any) -> list[Record]:
 
 
 PARTS = {
+    "plan": (Budget, "choose"),
+    "move": (Budget, "_go"),
     "compile": (Budget, "_compile"),
     "requantize": (Budget, "_move"),
     "python": (StepGraphs, "_first"),
     "capture": (StepGraphs, "_capture"),
 }
-"""Parts of a change, and the methods that do them; `_first` is the step in Python that comes before a capture."""
+"""Parts of a change, and the methods that do them: moves contain what is compiled and requantized; `_first` is a step
+in Python, which comes before a capture only where kernels are not known to be loaded."""
+
+WHOLE = ("plan", "move", "python", "capture")
+"""Parts that are no part of another."""
 
 
 @contextlib.contextmanager
@@ -262,10 +271,24 @@ def parts_timed(device: torch.device) -> Iterator[dict[str, float]]:
             setattr(kind, method, before[name])
 
 
+def profiled(moves: Callable[..., Any], found: list[Record]) -> Callable[..., Any]:
+    """`Budget._go`, of which each call notes its operations of PyTorch and its launches."""
+
+    def run(*args: Any) -> Any:
+        with torch.profiler.profile() as profile:
+            out = moves(*args)
+        events = profile.events() or []
+        launches = sum(each.device_type == torch.autograd.DeviceType.CUDA for each in events)
+        found.append({"operations": sum(each.cpu_parent is None for each in events) - launches, "launches": launches})
+        return out
+
+    return run
+
+
 def fill(model: Any, given: argparse.Namespace, order: Any) -> Record:
     """A cache that goes down the whole ladder, a token at a time."""
     device, layers = model.device, model.config.get_text_config(decoder=True).num_hidden_layers
-    shape = shape_of(model, 1)
+    shape, gpu = shape_of(model, 1), model.device.type == "cuda"
     lowest = states(model, order, 2)[-1]
     probe = MixedKVCache(model, memory=MUCH, order=order).budget
     assert probe is not None
@@ -274,46 +297,66 @@ def fill(model: Any, given: argparse.Namespace, order: Any) -> Record:
     limit = int(1.04 * probe.peak(lowest, shape._replace(captured=True), room, prompt))
     ids = torch.full((1, prompt), 5, device=device)
 
+    def blocks() -> int:
+        return torch.cuda.memory_stats(device).get("num_device_alloc", 0) if gpu else 0
+
     def run(memory: int, count: int) -> Record:
         sweep(device)
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        before = torch.cuda.memory_allocated(device) if gpu else 0
+
+        def peak() -> int:
+            found = torch.cuda.max_memory_allocated(device) - before if gpu else 0
+            if gpu:
+                torch.cuda.reset_peak_memory_stats(device)
+            return found
+
         cache = MixedKVCache(model, memory=memory, order=order, evict="snapkv" if given.forget else None)
-        spent, changes, most = 0.0, [], 0
+        budget: Any = cache.budget
+        changes: list[Record] = []
         feed(model, cache, ids)
+        peaks, held = {"prompt": peak()}, {"prompt": cache.memory().total}
         for _ in range(3):
             one_step(model, cache)
-        start = clock(device)
+        most, start = 0, clock(device)
         with parts_timed(device) as parts:
-            for _ in range(count):
-                rungs, gone, first = cache.preset, cache.evicted, parts.copy()
+            for step in range(count):
+                rungs, preset, gone, first, asked = budget.rungs, cache.preset, cache.evicted, parts.copy(), blocks()
                 one_step(model, cache)
-                if cache.preset is not rungs or cache.evicted != gone:
-                    # Two further steps: one in Python, one captured.
+                if cache.preset is not preset or cache.evicted != gone:
+                    # The next one is captured, where this one could not be.
                     one_step(model, cache)
-                    one_step(model, cache)
-                    changes.append({name: parts[name] - first[name] for name in parts} | {"step": _})
-                    spent += sum(parts[name] - first[name] for name in parts)
+                    pairs = zip(itertools.chain(*rungs), itertools.chain(*budget.rungs), strict=True)
+                    sides = sum(old != new for old, new in pairs)
+                    changes.append({name: parts[name] - first[name] for name in parts})
+                    changes[-1] |= {"step": step, "sides": sides, "blocks": blocks() - asked}
                     print(json.dumps(changes[-1]), flush=True)
-                if changes and _ % 64 == 0:
+                if changes and step % 64 == 0:
                     most = max(most, cache.memory().total)
         seconds = clock(device) - start
-        peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
-        held = max(most, cache.memory().total)
-        rungs = [list(own) for own in cache.budget.rungs]  # type: ignore[union-attr]
+        peaks["steps"], held["steps"] = peak(), max(most, cache.memory().total)
         return {
-            "tokens": int(cache.get_seq_length()), "peak": peak, "held": held, "seconds": seconds, "changes": changes,
-            "share": spent / seconds, "bits": cache.memory().total_bits, "rungs": rungs,
-            "forgotten": cache.evicted,
+            "tokens": int(cache.get_seq_length()), "peaks": peaks, "held": held, "seconds": seconds, "changes": changes,
+            "share": sum(each[name] for each in changes for name in WHOLE) / seconds,
+            "bits": cache.memory().total_bits, "rungs": [list(own) for own in budget.rungs], "forgotten": cache.evicted,
         }  # fmt: skip
 
     ample = run(MUCH, 256)
-    beside = ample["peak"] - ample["held"]
-    tight = run(limit, tokens)
+    beside = {phase: ample["peaks"][phase] - ample["held"][phase] for phase in ample["peaks"]}
+    cold, tight = run(limit, tokens), run(limit, tokens)
+    found: Record = {"cold": {"share": cold["share"], "changes": cold["changes"]}}
+    if given.launches:
+        moves, profiles = Budget._go, []
+        try:
+            Budget._go = profiled(moves, profiles)  # type: ignore[method-assign]
+            run(limit, tokens)
+        finally:
+            Budget._go = moves  # type: ignore[method-assign]
+        found["launches"] = profiles
     stock = 2 * 2 * shape.heads * shape.key_dim * layers * tight["tokens"]
-    above = tight["peak"] - beside
+    above = {phase: max(each["peaks"][phase] for each in (cold, tight)) - beside[phase] for phase in beside}
     return {
-        "limit": limit, "bf16": stock, "beside": beside, "above": above, "within": above <= limit,
-        "held_within": tight["held"] <= limit, **tight,
+        "limit": limit, "bf16": stock, "beside": beside, "above": above, "within": max(above.values()) <= limit,
+        "held_within": max(tight["held"].values()) <= limit, **tight, **found,
     }  # fmt: skip
 
 
@@ -399,6 +442,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--fill", type=int, default=6000, help="steps of the part fill")
+    parser.add_argument("--launches", action="store_true", help="count those of changes of the part fill")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--shape", help="a shape of evals/shapes.py, with random weights")
     parser.add_argument("--long", type=int, default=131072, help="tokens of the part long")

@@ -251,6 +251,8 @@ class Budget:
         self.ladder = [get_scheme(scheme) for scheme in (LADDER if dim % 8 == 0 else (*LADDER[:-1], "best-2.5"))]
         self.sink = max(scheme.layout(dim, dim).sink for scheme in self.ladder)
         self.rungs: Rungs = ((0, 0),) * layers
+        # Equal schemes are one object, so that their bytes are asked for once.
+        self._known: dict[tuple[int, tuple[int, int]], Scheme] = {}
         self.moves = self._moves(default_order(layers, len(self.ladder)) if order is None else read_order(order))
 
     def __repr__(self) -> str:
@@ -282,7 +284,11 @@ class Budget:
 
     def scheme(self, layer: int, rungs: tuple[int, int]) -> Scheme:
         """The scheme of a layer on these rungs."""
-        return _sides(*(self.ladder[rung].in_layer(layer, self.layers) for rung in rungs), self.sink)
+        found = self._known.get((layer, rungs))
+        if found is None:
+            own = (self.ladder[rung].in_layer(layer, self.layers) for rung in rungs)
+            found = self._known[layer, rungs] = _sides(*own, self.sink)
+        return found
 
     def schemes(self, rungs: Rungs | None = None) -> list[Scheme]:
         """Schemes of all layers."""
@@ -332,10 +338,12 @@ class Budget:
                 for a first prompt of which those tokens are copied that have room.
         """
         schemes = self.schemes(rungs)
-        held = [layer_bytes(scheme, shape, room) for scheme in schemes]
         # A layer may come to longer tails than any has now.
         ends = [self.scheme(0, (rung, rung)) for rung in range(len(self.ladder))]
-        plans = [plan_of(scheme, shape, room) for scheme in {*schemes, *ends}]
+        known = {id(scheme): scheme for scheme in (*schemes, *ends)}
+        sizes = {at: layer_bytes(scheme, shape, room) for at, scheme in known.items()}
+        held = [sizes[id(scheme)] for scheme in schemes]
+        plans = [plan_of(scheme, shape, room) for scheme in known.values()]
         scratch, beside = max(map(relaid_scratch, plans)), max(held)
         if shape.queries:
             # Pages are scored before there is another buffer.
