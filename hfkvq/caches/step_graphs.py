@@ -239,6 +239,8 @@ class StepGraphs:
         # Reason of the last capture that failed.
         self._why = ""
         self._failed: dict[Any, str] = {}
+        # The newest graph, whose memory the next one takes: PyTorch sets aside what the last graph of a pool leaves.
+        self._newest: Any = None
         self._preset = repr(preset)
         offloaded = [member.layer.offloaded for member in sync.members]
         kind = repr((preset, sync.first.layer.capacity, offloaded))
@@ -431,7 +433,7 @@ class StepGraphs:
         if runs > 1 or (step.tokens == 1 and loaded in interceptor.captured):
             recorded = self._capture(model, interceptor, cache, tensors, step)
             if recorded is not None:
-                buffers.recordings[key] = recorded
+                buffers.recordings[key], self._newest = recorded, recorded.graph
                 interceptor.captured.add(loaded)
                 return True, self._replay(recorded, tensors, cache, step)
             if runs > TRIES:
