@@ -13,7 +13,7 @@ import sys
 import torch
 import triton
 
-from hfkvq.kernels import PageFormat, StoreFormat, append, seal
+from hfkvq.kernels import PageFormat, StoreFormat, append, seal_side
 from hfkvq.kernels.append import _append
 from hfkvq.kernels.seal import _seal
 from hfkvq.kernels.triton.seal import channel, token
@@ -72,7 +72,7 @@ def check(name, spec, side, choose, tokens, **kwargs):
     parts, args, fmt, side, rule = call(spec, side, choose, tokens, **kwargs)
     ours = [part.clone() for part in parts]
     q_abs = torch.rand(args[3].shape[0], HEADS, args[3].shape[3], device=DEVICE) if rule else None
-    seal(ours, *args, fmt, side, rule, q_abs)
+    seal_side(ours, *args[:-1], fmt, side, rule, q_abs, widths=args[-1])
     _seal._init_fn(parts, *args, fmt.spec, side, rule or "", q_abs)
     bad = []
     for part, a, b in zip(fmt.names, ours, parts, strict=True):

@@ -13,7 +13,7 @@ from .products import qk_pages
 from .quantize import dequantize_pages, quantize_pages
 from .query_sums import page_weights
 from .restore import restore
-from .seal import channel_widths, seal, seal_side
+from .seal import channel_widths, seal_side
 from .smooth import smooth, unsmooth
 from .take import take_page, take_token
 from .windows import due
@@ -39,7 +39,6 @@ __all__ = [
     "qk_pages",
     "quantize_pages",
     "restore",
-    "seal",
     "seal_side",
     "smooth",
     "take_page",

@@ -212,55 +212,6 @@ def _seal(
 triton_slot("seal", "seal:seal_triton")
 
 
-def seal(
-    parts: Sequence[Tensor],
-    table: Tensor,
-    count: Tensor,
-    new: Tensor,
-    source: Tensor,
-    index: Tensor,
-    widths: Tensor | None,
-    fmt: PageFormat,
-    side: Side,
-    choose: str | None = None,
-    q_abs: Tensor | None = None,
-    norm: Tensor | None = None,
-    keep: Keep | None = None,
-) -> None:
-    """Quantizes tokens of ``source`` into pages: run token ``count[b] + j`` becomes ``source[b, :, index[b, j]]``.
-
-    Rows are independent and may have nothing due; a step launches the same work whatever the counts. Formats per
-    channel and normed ones seal whole pages (``count`` and ``new`` are multiples of G); others may begin and end inside
-    one.
-
-    Args:
-        parts: tensors of one side, in the order of ``fmt.names``; written in place.
-        table: i32 (B, n), page reserved for each block.
-        count: i32 (B,), tokens the run already has. Not changed here, since keys and values both read it.
-        new: i32 (B,), tokens to add, at most ``index.shape[1]``.
-        source: (B, H, L, D), any float dtype, in the basis of the store.
-        index: i32 (B, m), column of ``source`` of each new token; anything beyond ``new``. m is a multiple of G where
-            whole pages are sealed.
-        widths: u8 (B, H, m/G, D), bits of each channel of each new page, or None (see `quantize_pages`).
-        side: "keys" or "values".
-        choose: rule by which the raised channels of each page are chosen, instead of ``widths``: see `channel_widths`.
-        q_abs: f32 (B, H, D), factor of each channel's score under ``choose``, or None.
-        norm: f16 (B, H, m/G, G or D), factors of each new page of a normed format (see `page_norms`); None is 1.
-        keep: see `dispatch.call`; a call that takes nothing.
-
-    Raises:
-        ValueError: an unknown rule, a rule and widths, or factors for a format that has none.
-    """
-    if choose is not None:
-        parse_rule(choose)
-    if choose is not None and widths is not None:
-        raise ValueError("choose: got a rule and widths; pass one of them.")
-    if norm is not None and not fmt.normed:
-        raise ValueError(f"norm: got factors for pages of format {fmt.spec}, which is not normed; pass None.")
-    rest = widths, fmt.spec, side, choose or "", q_abs, norm
-    call(_seal, source, list(parts), table, count, new, source, index, *rest, keep=keep)
-
-
 def seal_side(
     parts: Sequence[Tensor],
     table: Tensor,
@@ -276,23 +227,35 @@ def seal_side(
     widths: Tensor | None = None,
     keep: Keep | None = None,
 ) -> None:
-    """Seals tokens of one side of a layer: balances normed pages, raises channels, then `seal`.
+    """Quantizes tokens of ``source`` into pages: run token ``count[b] + j`` becomes ``source[b, :, index[b, j]]``.
 
-    All of the library's pages are written here. The first arguments are those of `seal`.
+    All of the library's pages are written here: normed ones are balanced before, and channels raised. Rows are
+    independent and may have nothing due; a step launches the same work whatever the counts. Formats per channel and
+    normed ones seal whole pages (``count`` and ``new`` are multiples of G); others may begin and end inside one.
 
     Args:
-        parts: tensors of the side's pages, written in place.
-        table: i32 (B, n).
-        count: i32 (B,).
-        new: i32 (B,).
-        source: (B, H, L, D).
-        index: i32 (B, m).
+        parts: tensors of one side, in the order of ``fmt.names``; written in place.
+        table: i32 (B, n), page reserved for each block.
+        count: i32 (B,), tokens the run already has. Not changed here, since keys and values both read it.
+        new: i32 (B,), tokens to add, at most ``index.shape[1]``.
+        source: (B, H, L, D), any float dtype, in the basis of the store.
+        index: i32 (B, m), column of ``source`` of each new token; anything beyond ``new``. m is a multiple of G where
+            whole pages are sealed.
         rule: rule by which raised channels are chosen, see `channel_widths`; "" or None for none. Formats without
             raised channels ignore it.
         query: f32 (B, H, D), mean magnitudes of queries, which weigh channels under ``rule``; None for keys alone.
         balance: how normed pages are balanced, see `page_norms`.
-        widths: u8 (B, H, m/G, D), bits of each channel, instead of a rule.
+        widths: u8 (B, H, m/G, D), bits of each channel of each new page, instead of a rule (see `quantize_pages`).
+        keep: see `dispatch.call`; a call that takes nothing.
+
+    Raises:
+        ValueError: an unknown rule, or a rule and widths.
     """
+    rule = rule if rule and fmt.raised else ""
+    if rule:
+        parse_rule(rule)
+        if widths is not None:
+            raise ValueError("rule: got a rule and widths; pass one of them.")
     norm = page_norms(source, index, fmt.axis, fmt.page_size, *balance, new) if fmt.normed else None
-    rule = rule if rule and fmt.raised else None
-    seal(parts, table, count, new, source, index, widths, fmt, side, rule, query if rule else None, norm, keep)
+    rest = source, index, widths, fmt.spec, side, rule, query if rule else None, norm
+    call(_seal, source, list(parts), table, count, new, *rest, keep=keep)

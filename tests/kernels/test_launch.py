@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from hfkvq.kernels import PageFormat, append, decode_attention, seal, use_interpreter
+from hfkvq.kernels import PageFormat, append, decode_attention, seal_side, use_interpreter
 from hfkvq.kernels.decode import LENGTH
 from hfkvq.kernels.dispatch import _enabled
 from hfkvq.kernels.triton import configs
@@ -128,9 +128,10 @@ def noted(monkeypatch):
 
 def seal_some(pool, seed):
     """Seals pages of new tensors, in pools of another size."""
-    parts, *call = test_seal.arguments("2c8p16+4x8+16x8", "keys", 32, torch.float16)
+    fmt = PageFormat.parse("2c8p16+4x8+16x8")
+    parts, table, count, new, *rest, widths = test_seal.arguments(fmt.spec, "keys", 32, torch.float16)
     parts = [torch.cat([x, *[x[:1]] * pool]) for x in parts]
-    seal(parts, *call[:3], call[3] + seed, *call[4:], PageFormat.parse("2c8p16+4x8+16x8"), "keys", None, None, None)
+    seal_side(parts, table, count, new, rest[0] + seed, rest[1], fmt, "keys", widths=widths)
 
 
 def test_calls_that_are_alike_share_a_plan(noted):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfkvq.kernels import PageFormat, channel_widths, page_norms, seal
+from hfkvq.kernels import PageFormat, channel_widths, page_norms, seal_side
 from hfkvq.kernels.seal import _seal
 from tests.kernels.stores import poison
 
@@ -105,10 +105,8 @@ def by_reference(parts, call, spec, side):
 def run(device, parts, call, spec, side, choose=None, q_abs=None):
     """The operation on a device; its pages, back on the CPU."""
     parts = [part.to(device, copy=True) for part in parts]
-    norm, fmt = norms(call, spec), PageFormat.parse(spec)
-    call = [None if x is None else x.to(device) for x in call]
-    q_abs, norm = (None if x is None else x.to(device) for x in (q_abs, norm))
-    seal(parts, *call, fmt, side, choose, q_abs, norm)
+    *call, widths, q_abs = (None if x is None else x.to(device) for x in (*call, q_abs))
+    seal_side(parts, *call, PageFormat.parse(spec), side, choose, q_abs, widths=widths)
     return [part.cpu() for part in parts]
 
 
@@ -271,9 +269,9 @@ def test_rules_that_do_not_go():
     parts, *call, widths = arguments("2c32p64+4x20+16x5", "keys", 80)
     fmt = PageFormat.parse("2c32p64+4x20+16x5")
     with pytest.raises(ValueError, match="'largest', allowed None, 'k_abs', 'range'"):
-        seal(parts, *call, None, fmt, "keys", "largest")
+        seal_side(parts, *call, fmt, "keys", "largest")
     with pytest.raises(ValueError, match="a rule and widths"):
-        seal(parts, *call, widths, fmt, "keys", "k_abs")
+        seal_side(parts, *call, fmt, "keys", "k_abs", widths=widths)
 
 
 # What is interpreted is the reference in every page: `test_kernel_is_reference`.

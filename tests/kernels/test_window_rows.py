@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfkvq.kernels import PageFormat, StoreFormat, append, decode_attention, page_norms, seal
+from hfkvq.kernels import PageFormat, StoreFormat, append, decode_attention, seal_side
 from hfkvq.kernels.step import observe
 from hfkvq.kernels.step.buffer import side_by_side
 from tests.kernels.stores import Case, build
@@ -95,7 +95,7 @@ def test_observe(backend):
 @pytest.mark.parametrize(
     ("spec", "side"), [("2c32p32+4x16", "keys"), ("2c32p32f4", "keys"), ("4c32p32n", "keys"), ("2t64p32", "values")]
 )
-def test_seal(backend, spec, side):
+def test_seal_side(backend, spec, side):
     """From tails side by side, of which an index names those of a row."""
     torch.manual_seed(0)
     fmt, head_dim, heads, length = PageFormat.parse(spec), 64, 2, 40
@@ -111,9 +111,7 @@ def test_seal(backend, spec, side):
         parts = fmt.allocate(side, 4, heads, head_dim, torch.float32, torch.device(backend))
         for part in parts:
             part.zero_()
-        norm = page_norms(source, columns, fmt.axis, fmt.page_size, new=new) if fmt.normed else None
-        rule = "error" if fmt.raised else None
-        seal(parts, table, count, new, source, columns.contiguous(), None, fmt, side, rule, None, norm)
+        seal_side(parts, table, count, new, source, columns.contiguous(), fmt, side, "error")
         found.append(parts)
     for got, expected in zip(*found, strict=True):
         assert torch.equal(got, expected)
