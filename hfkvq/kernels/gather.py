@@ -8,41 +8,13 @@ import torch
 from torch import Tensor
 
 from .decode import ABSENT, START, column_positions, dense_columns, newest_pages
-from .dispatch import define, launched, triton_slot
+from .dispatch import launched
 from .hadamard import hadamard, saturated
 from .pages import SIDES, Side, StoreFormat, split_runs
 from .quantize import dequantize_pages
 
 
-@define("gather_rows")
-def _gather_rows(
-    counters: Tensor, windows: Sequence[Tensor], runs: Sequence[Tensor], columns: int, store: str, side: str
-) -> Tensor:
-    form = StoreFormat.parse(store)
-    which: Side = "keys" if side == "keys" else "values"
-    views = split_runs(form, runs)
-    sink, tail = (windows[0], windows[2]) if which == "keys" else (windows[1], windows[3])
-    views, before = newest_pages(form, counters, views, columns)
-    positions = column_positions(form, counters, views, tail.shape[2], which, before)
-    batch, count = positions.shape
-    logical = positions + counters[START, :, None]
-    if form.window:
-        logical = logical - (counters[:2].sum(0)[:, None] - columns)
-    logical = torch.where(positions > ABSENT, logical, columns).long()
-    logical = torch.where(logical < 0, columns, logical)
-    origin = torch.full((batch, columns + 1), -1, dtype=torch.int64, device=sink.device)
-    origin.scatter_(1, logical.clamp(max=columns), torch.arange(count, device=sink.device).expand(batch, count))
-    origin = origin[:, None, :columns, None]
-    dense = dense_columns(form, windows, views, which)
-    dense = dense.gather(2, origin.clamp(min=0).expand(-1, dense.shape[1], -1, dense.shape[3]))
-    dense = dense.masked_fill(origin < 0, 0.0)
-    rotate = form.rotate_keys if which == "keys" else form.rotate_values
-    return saturated(hadamard(dense, rotate, back=True), sink.dtype)
-
-
-triton_slot("gather_rows", "gather:gather_rows_triton")
-
-
+@launched("gather:gather_rows_triton")
 def gather_rows(
     counters: Tensor,
     windows: Sequence[Tensor],
@@ -65,7 +37,23 @@ def gather_rows(
         (B, H, columns, D) in the model's dtype; 0 at padding, and wherever else a row has no token. Kernels and the
         reference agree to the bit.
     """
-    return _gather_rows(counters, list(windows), list(runs), columns, store.spec, side)
+    at = SIDES.index(side)
+    sink, tail = windows[at], windows[2 + at]
+    views, before = newest_pages(store, counters, split_runs(store, runs), columns)
+    positions = column_positions(store, counters, views, tail.shape[2], side, before)
+    batch, count = positions.shape
+    logical = positions + counters[START, :, None]
+    if store.window:
+        logical = logical - (counters[:2].sum(0)[:, None] - columns)
+    logical = torch.where(positions > ABSENT, logical, columns).long()
+    logical = torch.where(logical < 0, columns, logical)
+    origin = torch.full((batch, columns + 1), -1, dtype=torch.int64, device=sink.device)
+    origin.scatter_(1, logical.clamp(max=columns), torch.arange(count, device=sink.device).expand(batch, count))
+    origin = origin[:, None, :columns, None]
+    dense = dense_columns(store, windows, views, side)
+    dense = dense.gather(2, origin.clamp(min=0).expand(-1, dense.shape[1], -1, dense.shape[3]))
+    dense = dense.masked_fill(origin < 0, 0.0)
+    return saturated(hadamard(dense, (store.rotate_keys, store.rotate_values)[at], back=True), sink.dtype)
 
 
 @launched("gather:gather_requests_triton")

@@ -208,33 +208,31 @@ def gather_wanted(form: StoreFormat, side: Side, heads: int, head_dim: int, dtyp
 
 
 def gather_rows_triton(
-    counters: Tensor, windows: Sequence[Tensor], runs: Sequence[Tensor], columns: int, store: str, side: str
+    counters: Tensor, windows: Sequence[Tensor], runs: Sequence[Tensor], columns: int, store: StoreFormat, side: Side
 ) -> Tensor:
     """Launcher of `hfkvq.kernels.gather_rows`; float64 models take the reference."""
-    form = StoreFormat.parse(store)
-    which: Side = "keys" if side == "keys" else "values"
-    at = int(which == "values")
+    at = SIDES.index(side)
     sink, tail = windows[at].contiguous(), windows[2 + at].contiguous()
     if sink.dtype not in DOT_DTYPES:
         return reference("gather_rows")(counters, windows, runs, columns, store, side)
-    views = split_runs(form, runs)
+    views = split_runs(store, runs)
     batch, heads, _, head_dim = sink.shape
-    rotate = form.rotate_values if at else form.rotate_keys
+    rotate = store.rotate_values if at else store.rotate_keys
     # Triton's interpreter truncates where bf16 should be rounded.
     dtype = sink.dtype if sink.is_cuda else torch.float32
     # Runs in no order may leave columns out; what is in order leaves them to the windows.
-    make = torch.empty if form.ordered else torch.zeros
+    make = torch.empty if store.ordered else torch.zeros
     out = make((batch, heads, columns, head_dim), dtype=dtype, device=sink.device)
     if not out.numel():
         return out.to(sink.dtype)
     common = {"out": out, "counters": counters.contiguous(), "rotation": factor_of(rotate)}
-    common |= {"B": batch, "COLUMNS": columns, **_constants(form, which, heads, head_dim)}
+    common |= {"B": batch, "COLUMNS": columns, **_constants(store, side, heads, head_dim)}
     with on_device(sink):
-        for i, (view, formats) in enumerate(zip(views, form.runs, strict=True)):
+        for i, (view, formats) in enumerate(zip(views, store.runs, strict=True)):
             fmt, blocks = formats[at], view.table.shape[1]
             if not blocks:
                 continue
-            own = _page_constants(fmt, i, which, head_dim)
+            own = _page_constants(fmt, i, side, head_dim)
             gather_pages_kernel[(blocks * -(-fmt.page_size // own["BT"]), batch * heads)](
                 table=view.table.contiguous(),
                 pos=None if view.pos is None else view.pos.contiguous(),
