@@ -161,6 +161,7 @@ class _Part(NamedTuple):
         return -(-torch.Size(self.shape).numel() * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
+@lru_cache(maxsize=512)
 def _parts(plan: StepPlan) -> list[_Part]:
     """Every tensor of a buffer, in order."""
     form, own = plan.format, _DTYPES[plan.dtype]
@@ -231,7 +232,7 @@ def _views(parts: Sequence[_Part], *memory: Tensor) -> list[Tensor]:
         stride = [math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape))]
         view = torch.empty(0, dtype=plain, device=memory[which].device)
         view.set_(storages[which], at[which] // plain.itemsize, shape, stride)  # type: ignore[call-overload]
-        views.append(view.view(dtype))
+        views.append(view if plain is dtype else view.view(dtype))
         at[which] += part.size
     return views
 
