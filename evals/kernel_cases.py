@@ -19,7 +19,6 @@ from hfkvq.kernels.pages import PageFormat
 from hfkvq.kernels.triton import configs
 from hfkvq.kernels.triton.compile import Wanted, compile_all
 from hfkvq.kernels.triton.decode import decode_wanted
-from hfkvq.kernels.triton.gather import gather_wanted
 from hfkvq.kernels.triton.latent import latent_wanted
 from hfkvq.kernels.triton.variants import wanted
 from hfkvq.sizes import parse_count
@@ -268,13 +267,14 @@ COMPILED_CONTEXT = 1024
 
 
 def attending(name: str, shape: Shape, device: torch.device) -> Iterator[Wanted]:
-    """The variants that attend to a format at such shapes, with the launch parameters in force."""
+    """The variants that attend to a format at such shapes, with the launch parameters in force.
+
+    Prompts' pages are dequantized, by a kernel that its launch compiles.
+    """
     form, dtype = layout_of(name, shape.head_dim, shape.rope_dim).store, DTYPES[shape.dtype]
     if shape.is_prompt:
-        # Pages are dequantized for them.
-        for side in SIDES:
-            yield from gather_wanted(form, side, shape.kv_heads, shape.head_dim, dtype)
-    elif form.latent:
+        return
+    if form.latent:
         yield from latent_wanted(form, shape.heads, shape.head_dim, shape.rope_dim, dtype, device, shape.queries)
     else:
         dims = shape.kv_heads, shape.heads, shape.head_dim, shape.head_dim

@@ -29,7 +29,7 @@ from hfkvq.kernels.compile import SEVERAL, normal
 from hfkvq.kernels.pages import SIDES, StoreFormat
 from hfkvq.kernels.triton.compile import GPUS, Wanted, compile_one, leave_gpu_alone
 from hfkvq.kernels.triton.decode_plan import programs_planned
-from hfkvq.kernels.triton.gather import gather_wanted
+from hfkvq.kernels.triton.gather import run_wanted
 from hfkvq.kernels.triton.limits import LIMITS, programs_that_fit
 from hfkvq.kernels.triton.variants import wanted
 
@@ -60,9 +60,9 @@ def every(preset: str, device: torch.device) -> Iterator[tuple[StoreFormat, Want
     plan = normal(layer_plan(scheme, LayerShape(HEADS, KV_HEADS, DIM), torch.bfloat16))
     for each in wanted(plan, HEADS, plan.rule or None, SEVERAL, device):
         yield plan.format, each
-    for side in SIDES:
-        for each in gather_wanted(plan.format, side, KV_HEADS, DIM, torch.bfloat16):
-            yield plan.format, each
+    for formats in plan.format.runs:
+        for fmt, side in zip(formats, SIDES, strict=True):
+            yield plan.format, run_wanted(fmt, side, KV_HEADS, DIM, torch.bfloat16)
 
 
 def resources(compiled: Any) -> Row:

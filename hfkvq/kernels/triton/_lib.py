@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.jit import MockTensor
 
 from ..pages import SIDES, PageFormat, Side, StoreFormat
 from .trellis import AGAIN, load_numbers
@@ -136,18 +135,13 @@ class PageShape(NamedTuple):
 def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> Page:
     """Tensors of a side as `load_page` takes them."""
     assert all(part.is_contiguous() for part in parts), "pages are contiguous"
-    named = dict(zip(fmt.names, parts, strict=True))
-    if fmt.bits == 8:
-        named["codes"] = named["codes"].view(torch.uint8)
-    return Page(*map(named.get, Page._fields))
+    return page_nest((fmt,), 0)(parts)[0]
 
 
-def page_kinds(fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> Page:
-    """Mock tensors of the dtypes of what `page_tensors` returns, for pages of a model of ``dtype``."""
-    named = {name: MockTensor(kind or dtype) for name, (_, kind) in fmt.shapes(side, heads, head_dim).items()}
-    if fmt.bits == 8:
-        named["codes"] = MockTensor(torch.uint8)
-    return Page(*map(named.get, Page._fields))
+def side_kinds(fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.dtype]:
+    """Dtypes of a side's tensors as kernels read them, for pages of a model of ``dtype``."""
+    kinds = fmt.shapes(side, heads, head_dim).items()
+    return [torch.uint8 if fmt.bits == 8 and name == "codes" else kind or dtype for name, (_, kind) in kinds]
 
 
 def page_nest(formats: Sequence[PageFormat], begin: int) -> Callable[[Sequence[Any]], list[Page]]:
@@ -170,11 +164,8 @@ def page_nest(formats: Sequence[PageFormat], begin: int) -> Callable[[Sequence[A
 
 def part_kinds(form: StoreFormat, heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.dtype]:
     """Dtypes of the tensors of both sides' pages, as kernels read them."""
-    kinds = []
-    for fmt, side in zip(form.runs[0], SIDES, strict=True):
-        shapes = fmt.shapes(side, heads, head_dim)
-        kinds += [torch.uint8 if fmt.bits == 8 and name == "codes" else shapes[name][1] or dtype for name in shapes]
-    return kinds
+    sides = zip(form.runs[0], SIDES, strict=True)
+    return [kind for fmt, side in sides for kind in side_kinds(fmt, side, heads, head_dim, dtype)]
 
 
 def page_shape(fmt: PageFormat, side: Side, head_dim: int) -> PageShape:

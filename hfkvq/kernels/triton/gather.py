@@ -6,7 +6,7 @@ windows and its padding, is left to programs that follow the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import MockTensor
 
 from ..decode import RUNS
 from ..dispatch import reference
@@ -25,12 +26,12 @@ from ._lib import (
     load_page,
     on_device,
     page_block,
-    page_kinds,
     page_nest,
     page_shape,
     page_tensors,
     part_kinds,
     power,
+    side_kinds,
 )
 from .compile import Wanted
 from .hadamard import saturated, turned
@@ -170,7 +171,8 @@ def _run_constants(fmt: PageFormat, side: Side, heads: int, head_dim: int) -> di
 
 def run_wanted(fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> Wanted:
     """The variant of `run_pages_triton`."""
-    tensors = torch.float32, torch.int32, torch.int32, None, page_kinds(fmt, side, heads, head_dim, dtype)
+    (page,) = page_nest((fmt,), 0)([MockTensor(kind) for kind in side_kinds(fmt, side, heads, head_dim, dtype)])
+    tensors = torch.float32, torch.int32, torch.int32, None, page
     return Wanted(gather_pages_kernel, (*tensors, 1.0, 2, 2, 2), _run_constants(fmt, side, heads, head_dim))
 
 
@@ -192,19 +194,6 @@ def run_pages_triton(
                 rotation=1.0, B=batch, N=blocks, COLUMNS=out.shape[2], **constants,
             )  # fmt: skip
     return out
-
-
-def gather_wanted(form: StoreFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> Iterator[Wanted]:
-    """The variants that dequantize the pages of each run."""
-    for run, formats in enumerate(form.runs):
-        fmt = formats[side == "values"]
-        page = page_kinds(fmt, side, heads, head_dim, dtype)
-        i32 = torch.int32
-        constants = _constants(form, side, heads, head_dim)
-        numbers = (factor_of(constants["ROTATE"]), 2, 2, 2)
-        own = _page_constants(fmt, run, side, head_dim)
-        tensors = (dtype, i32, i32, None if form.ordered else i32, page)
-        yield Wanted(gather_pages_kernel, (*tensors, *numbers), {**own, **constants})
 
 
 def gather_rows_triton(

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...dispatch import Keep, reference
-from ...pages import PageFormat
+from ...pages import PageFormat, Side
 from ...seal import channel_widths
-from .._lib import Page, power
+from .._lib import page_nest, power, side_kinds
 from ..compile import Wanted
 from ..launch import Launch
 from .channel import channel_constants, ranks_in_kernel, seal_channel_kernel
@@ -74,7 +74,7 @@ def seal_triton(
 
 def seal_wanted(
     fmt: PageFormat,
-    side: str,
+    side: Side,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
     dtype: torch.dtype,
@@ -92,10 +92,7 @@ def seal_wanted(
     weighed = weighed and bool(rule)
     given = (bool(form.raised) and not rule, weighed, torch.float16 if form.normed else None)
     made = _launch(fmt.spec, side, shape, stride, dtype, dtype, device, 1, tokens, rule or "", given)
-    kinds = [kind or dtype for _, kind in form.shapes("keys" if side == "keys" else "values", *shape[1:]).values()]
-    if form.bits == 8:
-        kinds[form.names.index("codes")] = torch.uint8
-    kinds += [torch.int32] * 3 + [dtype, torch.int32]
+    kinds = [*side_kinds(form, side, *shape[1:], dtype), *[torch.int32] * 3, dtype, torch.int32]
     kinds += [kind for kind, has in zip((torch.uint8, torch.float32, torch.float16), given, strict=True) if has]
     for launch in made.launches if isinstance(made, Chain) else (made,):
         yield launch.wanted(kinds)
@@ -153,17 +150,12 @@ def _launch(
     else:
         kernel, takes = seal_channel_kernel, (0, 1, 2)
         (tiles, slices), constants = channel_constants(form, is_keys, tokens, head_dim, rule)
-    at = [form.names.index(name) if name in form.names else None for name in Page._fields]
-    end = len(form.names) + 5
+    pages, end = page_nest((form,), 0), len(form.names) + 5
 
     def nest(takes: tuple[int, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
-        parts = [None if i is None else tensors[i] for i in at]
-        if isinstance(parts[0], Tensor) and form.bits == 8:
-            # Bytes stand in for fp8, a type that some GPUs lack.
-            parts[0] = parts[0].view(torch.uint8)
         # Tensors that may be given stand behind the index, where the kernel takes them.
         optional = [end + sum(map(bool, given[:i])) if given[i] else None for i in takes]
-        return Page(*parts), *tensors[end - 5 : end], *[None if i is None else tensors[i] for i in optional]
+        return *pages(tensors), *tensors[end - 5 : end], *[None if i is None else tensors[i] for i in optional]
 
     numbers = {"strides": stride, "H": shape[1], "N": blocks, "M": tokens}
 
