@@ -403,14 +403,12 @@ class MixedKVCache(Cache):
     def _find_smoothing(self) -> None:
         """Gives empty layers the vectors of their model, if it is known; else they take those of their first prompt."""
         layers: dict[int, Any] = {i: self.layers[i] for i in self._rounding}
-        if self.budget is not None and not self.compressed_layers[0].seen and self._model is not None:
+        model = None if self._model is None else self._model()
+        if self.budget is not None and not self.compressed_layers[0].seen and model is not None:
             # Layers are smoothed once they go down; the model must not be called between its layers.
-            model = self._model()
-            if model is not None:
-                measure(model, self.config)
+            measure(model, self.config)
         if not any(not layer.seen and layer.smoothing is None for layer in layers.values()):
             return
-        model = None if self._model is None else self._model()
         found = {} if model is None else measure(model, self.config)
         for i, layer in layers.items():
             if layer.smooths and not layer.seen and layer.smoothing is None:

@@ -116,12 +116,8 @@ def compile_ahead(
     For commands that measure one preset after the other: each cache would compile its own kernels. Nothing is done on a
     CPU. A failure is a warning, since each launch compiles what it misses, and raises what is wrong.
 
-    Args:
-        model: of Transformers, on its device.
-        presets: that its caches will have.
-        steps: tokens of the steps that come, as far as they are known, up to 16; those of one token are compiled in
-            any case.
-        tell: is told `COMPILING` before it begins.
+    ``steps`` are tokens of the steps that come, as far as they are known, up to 16; those of one token are compiled in
+    any case. ``tell`` is told `COMPILING` before it begins.
     """
     if model.device.type != "cuda":
         return

@@ -87,8 +87,7 @@ def tier_targets(
         share: f32 (B*H,), the layer's share of whole tokens.
         over: bool (B*H,), the rows; others stay as they are.
         prompt: bool (B*H,), rows that have had a prompt just now.
-        where: what `positions` says.
-        order: what `token_order` says.
+        where, order: what `positions` and `token_order` say.
         final: whether shares are final; until then a prompt keeps as many tokens as the budget could hold in few bits.
 
     Returns:

@@ -78,8 +78,7 @@ class Layers(NamedTuple):
             recurrent states, the others as Transformers makes them.
         compressed: numbers of those that are `KVLayer`.
         sync: of layers whose steps may be recorded; None where none may.
-        captured: whether steps are captured as CUDA graphs.
-        why_not_captured: why not, though they were to be; else None.
+        captured: whether steps are captured as CUDA graphs; else, if they were to be, why not.
     """
 
     layers: list[Any]

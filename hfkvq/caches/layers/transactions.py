@@ -12,31 +12,20 @@ import contextlib
 import copy
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base import outside_inference_mode
-from ..layer_state.base import LayerBase, unchanged_on_error
+from ..layer_state.base import unchanged_on_error
 
 Beside = Sequence[tuple[Any, Callable[[], None]]]
 """Objects that change with the layers, and the operation for each."""
 
 
-class PagedLayer(LayerBase, Protocol):
-    """A `KVLayer`, as changes see it."""
-
-    def before_change(self, commit: bool) -> list[Any]: ...
-    def crop_alone(self, tokens: int) -> None: ...
-    def forget_forward(self) -> None: ...
-    def take_rows(self, rows: Tensor, change: Callable[[Tensor], None]) -> None: ...
-    def catch_up(self) -> None: ...
-    def seal_due(self) -> None: ...
-
-
-def is_paged(layer: Any) -> TypeGuard[PagedLayer]:
-    """True for a layer of ours; others change by the verbs that Transformers gives them."""
+def is_paged(layer: Any) -> bool:
+    """True for a `KVLayer`; others change by the verbs that Transformers gives them."""
     return hasattr(type(layer), "before_change")
 
 
@@ -47,7 +36,7 @@ def crop(layers: Sequence[Any], tokens_to_remove: Any, beside: Beside = ()) -> N
         raise ValueError(
             f"crop: got {-tokens}, allowed 0 or minus the number of tokens to remove from the end, e.g. crop(-3)."
         )
-    for layer in _paged(layers):
+    for layer in filter(is_paged, layers):
         layer.catch_up()
         # Cross-attention of a model that was shown no image has none to remove.
         if 0 < layer.seen < tokens:
@@ -70,7 +59,7 @@ def level(layers: Sequence[Any], seen: Callable[[Any], int | None], least: int, 
     """Takes back what layers have seen (as ``seen`` says, None if that means nothing) beyond ``least`` tokens."""
     ahead = {id(layer): (seen(layer) or 0) - least for layer in layers}
 
-    def own(layer: PagedLayer) -> None:
+    def own(layer: Any) -> None:
         layer.crop_alone(ahead[id(layer)])
         layer.forget_forward()
 
@@ -107,7 +96,7 @@ def take_rows(
     if not batch:
         return
 
-    def own(layer: PagedLayer) -> None:
+    def own(layer: Any) -> None:
         store = layer.held()
         change = store.select if verb == "batch_select_indices" else store.reorder
         layer.take_rows(rows.to(layer.device), change)
@@ -208,20 +197,16 @@ def reset(layers: Sequence[Any], beside: Beside = ()) -> None:
             stack.callback(layer.reset)
 
 
-def _paged(layers: Sequence[Any]) -> list[PagedLayer]:
-    return [layer for layer in layers if is_paged(layer)]
-
-
 @outside_inference_mode
 def _change(
     layers: Sequence[Any],
-    own: Callable[[PagedLayer], None],
+    own: Callable[[Any], None],
     stock: Callable[[Any], None],
     beside: Beside = (),
     commit: bool = True,
 ) -> None:
     """Changes all layers or none; ``commit`` seals before what an update has left."""
-    paged = [layer for layer in _paged(layers) if layer.seen]
+    paged = [layer for layer in layers if is_paged(layer) and layer.seen]
     parts = [*layers, *(each for each, _ in beside)]
     for layer in paged:
         parts += layer.before_change(commit)
@@ -236,7 +221,7 @@ def _change(
     _finish(paged)
 
 
-def _finish(layers: Sequence[PagedLayer]) -> None:
+def _finish(layers: Sequence[Any]) -> None:
     """Carries out what changes have left; a failure leaves every layer as it is to be."""
 
     def write() -> None:

@@ -42,11 +42,6 @@ class TriAxial(Scheme):
     ``smooth_keys`` say otherwise; the newest ``seal_unit`` - 1 tokens at most are unquantized; a default table exists.
     Differs from the released code: no code was released.
 
-    Tags age as a conversation goes on, and a token keeps the bits of its first seal. With ``requantize_on_turn_end`` a
-    new prompt looks up all cached tokens again, generated ones included, and tokens of 4 bits whose tag now has 2 are
-    quantized again, from their stored values; none gets more bits. It saves bytes, and costs a pass over
-    the tokens that have aged and their second rounding.
-
     Attributes:
         table: bits of each tag, ``{"older|text|obs": 2, ...}`` (any mapping or pairs; kept as sorted pairs). Tags not
             in it, padding within a row, and tokens without a tag (generated ones) get 4 bits.
@@ -59,8 +54,10 @@ class TriAxial(Scheme):
         page_size: G, tokens per page. 2-bit tokens are held in 2 bits only if they fill a page. With the default, the
             paper's, up to 31 tokens of a turn are left over and get 4 bits. With 64 or 128 more are left over, and
             decoding reads more tokens at a time.
-        requantize_on_turn_end: whether a new prompt moves cached tokens from 4 bits to 2 if the table now gives them 2,
-            in whole pages, the oldest first; see `hfkvq.caches.store.requantize`.
+        requantize_on_turn_end: whether a new prompt moves cached tokens, generated ones included, from 4 bits to 2 if
+            the table now gives them 2, in whole pages, the oldest first, from their stored values. Tags age as a
+            conversation goes on; without it a token keeps the bits of its first seal. It saves bytes, and costs a pass
+            over the tokens that have aged and their second rounding; see `hfkvq.caches.store.requantize`.
     """
 
     name = "triaxial"

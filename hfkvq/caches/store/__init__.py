@@ -17,15 +17,6 @@ There are four routes from a token to the bytes of a page:
 Serving seals blocks of its own engine by the same two functions: `kvstore.write_pages`, where a prompt goes through a
 store or all requests step down (`hfkvq.serving.ladder`), and else `kernels.seal_side`, which the former ends in, as
 steps do.
-
-- `state`: all that changes, tensors and what the host knows of them, as one value with one ``replace``.
-- `kvstore`: `KVStore`, the store of a layer: what can be asked of it, how tokens arrive, are sealed and leave.
-- `windows`: tokens come into sink and tail, and the room there and in pages.
-- `routing`: runs that tokens go to by their widths. `row_lengths`: lengths that rows may have, as the host knows them.
-- `relaid`: a layer's tokens in another layout.
-- `requantize`: tokens change their run or go; tokens of pages, bit for bit.
-- `rows`: rows are reordered, shared, dropped, joined and cropped.
-- `packing`: a state for a file. `accounting`: bytes and bits, and checks of a state against itself.
 """
 
 from hfkvq.kernels.step import MAX_STEP as MAX_STEP
