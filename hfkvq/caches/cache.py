@@ -55,7 +55,6 @@ def allocate(layers: Iterable[KVLayer], keys: Tensor, values: Tensor) -> None:
         if layer.buffer is not None and layer.buffer.tensor is None:
             if layer.store is None:
                 layer.lazy_initialization(keys, values)
-            layer.prefetch()
             layer.buffer.bind()
 
 
@@ -114,9 +113,9 @@ class MixedKVCache(Cache):
         layers: schemes of single layers, ``{"0-1": "full", "-1": {"boost_ratio": 0.5}}``: a name, a `Scheme`, or
             options of the main scheme, by layers of the decoder (ranges include both ends). Layers that are not
             compressed anyway stay as they are.
-        max_cache_len: capacity in tokens per row, padding included. Everything is allocated at the first update, at
-            fixed addresses, and more tokens raise. A scheme that evicts only from prompts allocates what its first
-            prompt leaves and the rest of the capacity. None: the cache grows as needed.
+        max_cache_len: capacity in tokens per row, padding included; more tokens raise. Where steps can be recorded,
+            everything is allocated at the first update, at fixed addresses. A scheme that evicts only from prompts
+            allocates what its first prompt leaves and the rest of the capacity. None: the cache grows as needed.
         graphs: whether decode steps are captured as CUDA graphs on a GPU. The first step after a prompt runs in Python,
             the second is captured (0.1 s), later ones replay it; a growing cache captures again when it outgrows its
             buffers. Steps that cannot be captured run without graphs, and a warning says why, once. None takes the

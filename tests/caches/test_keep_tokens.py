@@ -31,11 +31,11 @@ KINDS = [(name, headwise) for name, headwise in KINDS if not (name in TAGGED and
 class Life:
     """A store that is fed, and the tokens of each of its rows beside it: vectors and logical columns."""
 
-    def __init__(self, name, headwise=False, rows=2, seed=0, capacity=None):
+    def __init__(self, name, headwise=False, rows=2, seed=0):
         self.generator, self.seen, self.scheme = torch.Generator().manual_seed(seed), 0, LAYOUTS[name]
         empty = torch.zeros(rows, HEADS, 0, DIM)
         layout = self.scheme.layout(DIM, DIM)
-        self.store = KVStore(layout, self.scheme, empty, empty, capacity, headwise=headwise)
+        self.store = KVStore(layout, self.scheme, empty, empty, headwise=headwise)
         self.rows, self.fold = rows, getattr(self.store, "fold", 1)
         self.tokens = {side: torch.zeros(rows * self.fold, HEADS // self.fold, 0, DIM) for side in SIDES}
         # Of each row of the store, the columns that its tokens came in, and those in which they are found.

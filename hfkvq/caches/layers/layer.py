@@ -348,8 +348,7 @@ class KVLayer(CacheLayerMixin):
             if self.latents:
                 layout = latent_layout(self.scheme, key_states.shape[-1], value_states.shape[-1]) or layout
             layout = layout.in_window(self.window) if self.window else layout
-            capacity = self.capacity if self.buffer is None else None
-            self.store = KVStore(layout, self.scheme, key_states, value_states, capacity, self.offloaded)
+            self.store = KVStore(layout, self.scheme, key_states, value_states, self.offloaded)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.heads, self.batch_size = key_states.shape[1], key_states.shape[0]
         self.is_initialized = True
@@ -709,7 +708,7 @@ class KVLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forgets everything, whatever has been before.
 
-        A cache of fixed capacity keeps its allocation for the next use of the same shape, and every buffer stays.
+        Every buffer stays, and of a cache of fixed capacity what a store has in it, for the next use of the same shape.
         """
         store, buffer = self.store, self.buffer
         if buffer is not None:
@@ -721,30 +720,16 @@ class KVLayer(CacheLayerMixin):
         try:
             if buffer is not None:
                 buffer.forget()
-            if self.capacity is not None and store is not None:
-                store.clear()
-                self.store, self.is_initialized = store, True
-                self.bind()
+                if self.capacity is not None and store is not None:
+                    store.clear()
+                    self.store, self.is_initialized = store, True
+                    buffer.bind()
         except BaseException:
             # Without an allocation, then.
             self.store, self.is_initialized = None, False
             if buffer is not None:
                 buffer.drop()
             raise
-
-    def offload(self) -> None:
-        self.catch_up()
-        if self.store is not None:
-            self.settle()
-            self.store.to("cpu", non_blocking=True)
-        if self.buffer is not None:
-            self.buffer.drop()
-
-    def prefetch(self) -> None:
-        if self.store is not None and self.store.device != self.device:
-            self.store.to(self.device, non_blocking=True)
-        if self.buffer is not None and self.buffer.tensor is None:
-            self.buffer.bind()
 
     # Copies.
 

@@ -278,14 +278,6 @@ class HybridLayer(KVLayer):
         self.states.reset()
         super().reset()
 
-    def offload(self) -> None:
-        self.states.offload()
-        super().offload()
-
-    def prefetch(self) -> None:
-        self.states.prefetch()
-        super().prefetch()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> HybridLayer:
         """An independent layer; see `KVLayer`."""
         new: Any = super().__deepcopy__(memo)

@@ -123,7 +123,6 @@ class KVStore:
 
     Args:
         keys: any tensor of the shape, dtype and device to come; so are ``values``.
-        capacity: most tokens of a row, allocated at once; None grows.
         offloaded: whether pages lie in the host's memory.
     """
 
@@ -133,14 +132,13 @@ class KVStore:
         scheme: Scheme,
         keys: Tensor,
         values: Tensor,
-        capacity: int | None = None,
         offloaded: bool = False,
         headwise: bool = False,
     ) -> None:
         layout.check(keys.shape[-1], values.shape[-1])
         self.fold, self.growth = (keys.shape[1], EVICTING_GROWTH) if headwise else (1, GROWTH)
         self.layout, self.format, self.scheme = layout, layout.store, scheme
-        self.sizes, self.capacity = WindowSizes.of(layout), capacity
+        self.sizes = WindowSizes.of(layout)
         self.seals_widely = scheme.seals_widely(layout)
         self.state = StoreState.empty(
             layout, self.folded(keys), self.folded(values), MAX_STEP, "tags" in scheme.needs, offloaded
@@ -148,17 +146,6 @@ class KVStore:
         self.heads, self.dims, self.dtype = self.state.heads, self.state.dims, self.state.dtype
         # Tails grow up to this, so that short contexts do not pay for windows they cannot fill.
         self.tail_limit: dict[Side, int] = tail_limits(layout, 0)
-        self._reserve()
-
-    def _reserve(self) -> None:
-        """Makes room for the capacity, if there is one."""
-        if self.capacity is None:
-            return
-        for side in SIDES:
-            self.state = grow_tail(self.state, side, self.tail_limit[side], self.tail_limit[side])
-        for run in range(len(self.format.runs)):
-            blocks = pages_for(self.format, run, max(self.capacity - self.layout.sink, 0))
-            self.state = grow(self.state, run, blocks, 1)
 
     # A headwise store's rows are heads.
 
@@ -314,7 +301,6 @@ class KVStore:
             ValueError: it does not fit.
         """
         self.state = unpacked(self.state, numbers, tensors)
-        self._reserve()
 
     # Tokens arrive.
 
@@ -580,9 +566,6 @@ class KVStore:
         self.state = state.replace(
             states=EMPTY, host_counters=known, wide_bound=(0, 0), settled=0, runs=runs, writes=()
         )
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> None:
-        self.state = self.state.map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def __deepcopy__(self, memo: dict[int, object]) -> KVStore:
         """Independent tensors, outside of any buffer, shared layout and scheme."""

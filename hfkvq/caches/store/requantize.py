@@ -314,7 +314,7 @@ def requantize_by_tags(store: KVStore, tags: Tensor) -> bool:
 
     In each row, as many tokens as fill whole pages move, the oldest first, where pages are sealed whole; the others
     keep their bits. Such pages are put in order of their newest tokens, so that `KVStore.crop` finds those that it may
-    cut behind all others. A store of fixed capacity keeps its allocation. Nothing is changed if anything fails.
+    cut behind all others. Nothing is changed if anything fails.
 
     Args:
         store: a store with several runs. Its scheme has ``tag_bits``, u8 codes of tags to their bits, of any shape.
@@ -347,8 +347,7 @@ def requantize_by_tags(store: KVStore, tags: Tensor) -> bool:
 
 @outside_inference_mode
 def _apply(store: KVStore, target: Tensor, where: Tensor | None, hold: int = 0, q_abs: Tensor | None = None) -> bool:
-    keeps_room = store.capacity is not None
-    done = requantized(store.state, store.layout, store.scheme, target, where, hold, q_abs, keeps_room)
+    done = requantized(store.state, store.layout, store.scheme, target, where, hold, q_abs)
     if done is None:
         return False
     store.state = done.state
@@ -377,7 +376,6 @@ def requantized(
     where: Tensor | None = None,
     hold: int = 0,
     q_abs: Tensor | None = None,
-    keeps_room: bool = False,
 ) -> Requantized | None:
     """The state whose tokens are where targets say; nothing of the old one is written that anybody reads.
 
@@ -385,7 +383,6 @@ def requantized(
         scheme: raises channels of pages that are sealed whole.
         target: i8 (B, n). Of several runs: see `requantize_by_tiers`. Of one run: `EVICT` or `STAY` for each token of a
             row, oldest first.
-        keeps_room: whether each run keeps as many pages as it has, at least.
 
     Returns:
         What was made; None where no token moves.
@@ -423,7 +420,7 @@ def requantized(
         most = [(max(kept[at][i]), max(new[at][i]), max(totals[at])) for at in (0, 1)]
         own = [(moves[side][i], *most[at]) for at, side in enumerate(SIDES)]
         held.append([max(pair) for pair in zip(*totals, strict=True)])
-        views.append(_rebuilt(state, layout, scheme, i, plan, own, max(held[-1]), leaves, q_abs, keeps_room))
+        views.append(_rebuilt(state, layout, scheme, i, plan, own, max(held[-1]), leaves, q_abs))
         for at, (move, *_) in enumerate(own):
             counters[RUNS + 2 * i + at] = move.kept + move.new
     sealed = [[sum(row) for row in zip(*kept[at], *new[at], strict=True)] for at in (0, 1)]
@@ -457,13 +454,11 @@ def _rebuilt(
     most: int,
     leaves: Sequence[int],
     q_abs: Tensor | None,
-    keeps_room: bool,
 ) -> RunView:
     """A run with the tokens that stay and, behind them, those that come.
 
     Args:
         own: the run's moves of each side, and the most tokens of a row that stay, that come, and of both together.
-        keeps_room: whether the run keeps as many pages as it has, at least.
     """
     pair, view = state.format.runs[run], state.runs[run]
     page = pair[0].page_size
@@ -473,7 +468,7 @@ def _rebuilt(
         grown = grow(state, run, blocks, factor=1).runs[run]
         table, blocks = grown.table, grown.table.shape[1]
     else:
-        grown, blocks = view, max(blocks, view.table.shape[1]) if keeps_room else blocks
+        grown = view
         table = torch.arange(state.batch * blocks, dtype=torch.int32, device=state.device).view(state.batch, blocks)
     first, size = run_columns(state)[run]
     sides: list[list[Tensor]] = []
