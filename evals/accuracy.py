@@ -136,7 +136,7 @@ def _right(row: dict[str, Any]) -> str:
 def _long(row: dict[str, Any]) -> str:
     if row["scheme"] is None:
         return "16.00"
-    least, most = describe(row["name"], Scheme.from_dict(row["scheme"]))["long_context_bits"]
+    least, most = describe(row["name"], described(row["scheme"]))["long_context_bits"]
     return f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
 
 

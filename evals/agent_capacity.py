@@ -111,11 +111,7 @@ def makers(tagger: Tagger) -> dict[str, Callable[[], MixedKVCache]]:
     return {
         "uniform INT4 (TriAxialKV's pages)": triaxial(table={}),
         "TriAxialKV, default table": triaxial(),
-        "TriAxialKV, default table, requantized as turns age": triaxial(requantize_on_turn_end=True),
         "TriAxialKV, 2 bits for results and answers": triaxial(table=rest_table()),
-        "TriAxialKV, 2 bits for results and answers, requantized": triaxial(
-            table=rest_table(), requantize_on_turn_end=True
-        ),
     }
 
 

@@ -44,13 +44,22 @@ def plain(scheme: Scheme) -> Scheme:
     return scheme
 
 
+GONE = {"requantize_on_turn_end": False}
+"""Knobs that are gone, with the value that all schemes are of now."""
+
+
+def described(description: dict[str, Any]) -> Scheme:
+    """The scheme that a file describes."""
+    return Scheme.from_dict({key: x for key, x in description.items() if key not in GONE or x != GONE[key]})
+
+
 def as_it_was(description: dict[str, Any]) -> Scheme:
     """The scheme that a file describes; before there was smoothing of keys, none were smoothed.
 
     Raises:
-        ValueError: it has knobs that are gone.
+        ValueError: it has other knobs that are gone.
     """
-    scheme: Any = Scheme.from_dict(description)
+    scheme: Any = described(description)
     smooths = getattr(scheme, "smooth_keys", False) and "smooth_keys" not in description
     return dataclasses.replace(scheme, smooth_keys=False) if smooths else scheme
 

@@ -57,7 +57,7 @@ def long_context(row: dict[str, Any]) -> str:
     """Bits of pages alone at head size 128; nothing for caches that are not ours."""
     if not row.get("scheme") or row.get("simulated"):
         return ""
-    least, most = describe(row["name"].partition(":")[0], Scheme.from_dict(row["scheme"]))["long_context_bits"]
+    least, most = describe(row["name"].partition(":")[0], described(row["scheme"]))["long_context_bits"]
     return f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
 
 
@@ -87,7 +87,7 @@ def bits_of_smollm2(row: dict[str, Any]) -> float:
     """Bits per element in a long context, scales included, at the heads of the model that was measured."""
     if row.get("simulated"):
         return SIMULATED_BITS[row["name"].removeprefix("simulated-")]
-    scheme = Scheme.from_dict(row["scheme"])
+    scheme = described(row["scheme"])
     about = describe(row["name"], scheme, HEAD_DIM)
     (least, most), (fewest, largest) = long_context_bits(scheme, HEAD_DIM), about["code_bits"]
     # Where tokens differ in width, the measured mean of code bits says how many were wide.

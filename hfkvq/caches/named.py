@@ -177,13 +177,7 @@ class TriAxialCache(NamedCache):
     (``TriAxialCache(model.config, tokenizer)``), show it the conversation before each turn: ``cache.see(input_ids)``.
     Until it has seen ids, everything gets 4 bits, and a warning says so once.
 
-    A token's bit width is fixed when the token is first sealed; generated tokens get 4 bits. With
-    ``requantize_on_turn_end=True`` (see `hfkvq.caches.schemes.TriAxial`), every prompt after cached tokens tags all of
-    them again, generated ones by what they turned out to be, and whole pages that are now due 2 bits are quantized
-    again before it is attended to. A prompt that is refused changes nothing. If its forward fails later, the layers
-    that it has passed stay requantized, and the next prompt does the rest. This needs the ids of all cached tokens.
-    Compiled steps do not show theirs, so after them ``see`` the whole conversation before the next turn, or nothing is
-    requantized.
+    A token's bit width is fixed when the token is first sealed; generated tokens get 4 bits.
 
     A prompt that is passed to the model in several chunks is tagged chunk by chunk, as if each chunk ended the
     conversation. ``see`` the whole prompt first, so that its turns are recognized.
@@ -230,8 +224,7 @@ class TriAxialCache(NamedCache):
         if tagger is None:
             tagger = Tagger.from_tokenizer(tokenizer, config=config)
         super().__init__(model_or_config, **given)
-        needs = [layer.scheme.needs for layer in self.compressed_layers]
-        self.tokens = TokenRecord(tagger, any("turns" in own for own in needs), sum("tags" in own for own in needs))
+        self.tokens = TokenRecord(tagger, sum("tags" in layer.scheme.needs for layer in self.compressed_layers))
         for layer in self.compressed_layers:
             if layer.tags is not None:
                 layer.tags.record = self.tokens

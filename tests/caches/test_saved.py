@@ -59,9 +59,9 @@ class ByAge:
 
 
 def test_tags_come_back(tmp_path):
-    """The next prompt gives older tokens fewer bits, which needs all their ids."""
+    """The next prompt is tagged by the ids of all tokens before."""
     model, tagger = build("llama"), ByAge()
-    options = {"group_size": 8, "page_size": 16, "seal_unit": 8, "requantize_on_turn_end": True}
+    options = {"group_size": 8, "page_size": 16, "seal_unit": 8}
     cache, ids = TriAxialCache(model, tagger=tagger, **options), prompt(1, 60)
     with torch.no_grad():
         model(ids, past_key_values=cache)

@@ -1,4 +1,4 @@
-"""Tags of tokens, by which some schemes choose widths, and by which tokens that have aged are quantized again."""
+"""Tags of tokens, by which some schemes choose widths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..base import outside_inference_mode, warn_once
 from ..schemes.base import UNTAGGED
-from ..store.requantize import requantize_by_tags
 from ..store.routing import ColumnTags
 from .base import LayerBase
 
@@ -40,13 +39,11 @@ class TokenRecord:
 
     Args:
         tagger: makes tags of token ids.
-        renew: whether a prompt gives the columns before it, too, the tags that they have by then. It does so only if
-            the ids of all of them are known.
         layers: how many layers ask for the tags of a prompt, one after the other.
     """
 
-    def __init__(self, tagger: Tagger, renew: bool = False, layers: int = 1) -> None:
-        self.tagger, self.renew, self.layers = tagger, renew, layers
+    def __init__(self, tagger: Tagger, layers: int = 1) -> None:
+        self.tagger, self.layers = tagger, layers
         # Tags that layers share while a forward passes them, and the number of layers that have taken them.
         self._shared: dict[torch.device, ColumnTags] = {}
         self._taken = 0
@@ -58,8 +55,6 @@ class TokenRecord:
         self.tagged = 0
         # Columns before this one were shown ahead of their forward (`expect`), which must bring the same ids.
         self.expected = 0
-        # Columns whose tags the newest prompt has renewed; 0 once something else has come behind them.
-        self.renewed = 0
         self.ids: Tensor | None = None
         self.tags: Tensor | None = None
         self._unshare()
@@ -93,7 +88,7 @@ class TokenRecord:
         return None if self.tags is None or not self.length else self.tags[:, : self.length].to(device)
 
     def tag_prompt(self, ids: Tensor, mask: Tensor | None, seen: int) -> None:
-        """Tags ids (B, t) behind the ``seen`` columns that are cached; these keep their tags, unless they are renewed.
+        """Tags ids (B, t) behind the ``seen`` columns that are cached; these keep their tags.
 
         Args:
             mask: (B, seen + t), 0 at padding, or None.
@@ -120,13 +115,8 @@ class TokenRecord:
         whole = torch.cat([before.to("cpu", torch.int64), ids.to("cpu", torch.int64)], 1)
         if mask is not None and (mask.dim() != 2 or mask.shape != whole.shape):
             mask = None
-        unknown = whole == _UNKNOWN
-        tags = self.tagger.tag(torch.where(unknown, 0, whole), None if mask is None else mask.to("cpu"))
+        tags = self.tagger.tag(torch.where(whole == _UNKNOWN, 0, whole), None if mask is None else mask.to("cpu"))
         self.write(ids, tags[:, seen:], seen)
-        self.renewed = 0 if not self.renew or bool(unknown.any()) else seen
-        if self.renewed and self.tags is not None:
-            self.tags[:, :seen] = tags[:, :seen].to(self.tags.device)
-            self._unshare()
 
     def begin(self, rows: int) -> None:
         """Resets the record for ``rows`` rows, before the first token: leftovers of a failed forward go.
@@ -177,8 +167,6 @@ class TokenRecord:
         """Records generated tokens (B, t) behind ``seen`` columns, without tags."""
         if self.expected < seen + ids.shape[1] and self.length >= seen:
             self.write(ids, None, seen)
-            # If a prompt had renewed tags at this length, its forward has failed.
-            self.renewed = 0
 
     @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, object]) -> TokenRecord:
@@ -232,7 +220,6 @@ class TokenRecord:
     def crop(self, seen: int) -> None:
         """Keeps the first ``seen`` columns."""
         self.length, self.expected = min(self.length, seen), min(self.expected, seen)
-        self.renewed = self.renewed if self.renewed < seen else 0
         self._unshare()
 
     @outside_inference_mode
@@ -268,18 +255,6 @@ class TokenTags:
         """True if any token in the tail may have a tag."""
         record = self.record
         return record is None or layer.seen - max(layer.held().forecast().tail_slots) < record.tagged
-
-    def requantize(self, layer: LayerBase) -> None:
-        """Gives tokens fewer bits if the prompt that is about to come has made them older, and the scheme wants it."""
-        store, record = layer.store, self.record
-        if store is None or record is None or "turns" not in layer.scheme.needs:
-            return
-        tags = record.tags_on(store.device) if layer.seen and record.renewed == layer.seen else None
-        if tags is None:
-            return
-        layer.close()
-        if requantize_by_tags(store, tags):
-            layer.bind()
 
     def tensors(self) -> list[Tensor]:
         return [] if self.record is None else self.record.tensors()

@@ -50,7 +50,7 @@ def scheme_for_window(scheme: Scheme, window: int, dims: tuple[int, int]) -> Sch
     """
     if isinstance(scheme, Full):
         return Full(page_size=min(PAGE, scheme.page_size))
-    if not scheme.evicts and not scheme.latents and not scheme.needs & {"tags", "turns"}:
+    if not scheme.evicts and not scheme.latents and "tags" not in scheme.needs:
         layout = scheme.layout(*dims)
         if len(layout.keys.formats) == 1 and window >= PAYS * layout.own_tokens():
             return scheme

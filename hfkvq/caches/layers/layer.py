@@ -395,8 +395,6 @@ class KVLayer(CacheLayerMixin):
         if not is_allocated_for(self, key_states, value_states):
             self.lazy_initialization(key_states, value_states)
         self.settle()
-        if self.tags is not None:
-            self.tags.requantize(self)
         self.staged, self.padding = (key_states, value_states), None
         self._unsmoothed = waits
         self.new_columns = self.newest = tokens

@@ -325,12 +325,10 @@ class Scheme:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Observations that the scheme needs: a subset of {"query", "history", "tags", "turns"}.
+        """Observations that the scheme needs: a subset of {"query", "history", "tags"}.
 
         Of queries, magnitudes are averaged, by which channels are weighed: of those since the last seal, with
         "history" of all since the first.
-        A scheme that observes turns has ``tag_bits``, which is asked again for all cached tokens with every prompt: see
-        `hfkvq.caches.store.requantize`.
         Schemes that evict say in `EvictionScheme.evidence` what they judge tokens by.
         """
         return frozenset()

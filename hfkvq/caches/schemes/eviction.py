@@ -178,7 +178,7 @@ class TokenEviction(EvictionScheme):
             object.__setattr__(self, "pages", Scheme.from_dict(self.pages))
         if self.page_scheme.evicts:
             raise ValueError(f"pages: got {self.page_scheme.name!r}, which evicts itself; allowed any other scheme.")
-        if self.page_scheme.needs & {"tags", "turns"}:
+        if "tags" in self.page_scheme.needs:
             raise ValueError(
                 f"pages: got {self.page_scheme.name!r}, which reads tags of tokens; allowed schemes that do without."
             )

@@ -45,7 +45,7 @@ class Sides(Scheme):
             if isinstance(given, Mapping):
                 object.__setattr__(self, side, Scheme.from_dict(given))
         for side, own in (("keys", self.key_scheme), ("values", self.value_scheme)):
-            if own.evicts or own.latents or isinstance(own, Sides) or own.needs & {"tags", "turns", "history"}:
+            if own.evicts or own.latents or isinstance(own, Sides) or own.needs & {"tags", "history"}:
                 raise ValueError(f"{side}: got {own.name!r}, allowed schemes that give all tokens one kind of page.")
 
     @cached_property

@@ -34,7 +34,7 @@ class TriAxial(Scheme):
     across tags; 2-bit values, and keys and values of 4 bits, per token in groups of ``group_size`` channels.
     Tokens of 2 bits that do not fill a page get 4. The first tokens are whole; there is no local window by default;
     fewer than ``seal_unit`` of the newest tokens are whole, so that a decode step asks the device only when a unit is
-    full.
+    full. Tags age as a conversation goes on; a token keeps the bits of its first seal.
 
     Paper: Shen et al., arXiv:2605.17170. Section 3.2.1 is `layout`; the map b* of section 3.2.3 is ``table`` and
     `token_bits`; section 3.1.3 makes tables (`hfkvq.tuning`).
@@ -54,10 +54,6 @@ class TriAxial(Scheme):
         page_size: G, tokens per page. 2-bit tokens are held in 2 bits only if they fill a page. With the default, the
             paper's, up to 31 tokens of a turn are left over and get 4 bits. With 64 or 128 more are left over, and
             decoding reads more tokens at a time.
-        requantize_on_turn_end: whether a new prompt moves cached tokens, generated ones included, from 4 bits to 2 if
-            the table now gives them 2, in whole pages, the oldest first, from their stored values. Tags age as a
-            conversation goes on; without it a token keeps the bits of its first seal. It saves bytes, and costs a pass
-            over the tokens that have aged and their second rounding; see `hfkvq.caches.store.requantize`.
     """
 
     name = "triaxial"
@@ -76,7 +72,6 @@ class TriAxial(Scheme):
     sink_length: int = knob(16, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(32, low=8, high=1024)
-    requantize_on_turn_end: bool = knob(False, choices=(False, True))
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
     smooth_keys: bool = knob(True, choices=(False, True))
@@ -88,8 +83,8 @@ class TriAxial(Scheme):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Tags of the tokens; with ``requantize_on_turn_end`` turns too."""
-        return frozenset({"tags", "turns"}) if self.requantize_on_turn_end else frozenset({"tags"})
+        """Tags of the tokens."""
+        return frozenset({"tags"})
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """Layout of section 3.2.1: INT2 keys per channel, the others per token."""

@@ -61,9 +61,9 @@ def make_plan(
     most = None if eviction is None else eviction.most_held(room)
     if most is not None:
         blocks = _budget_blocks(store, layer, room, new, before, most)
-    elif eviction is not None or (len(store.runs) > 1 and (layer.capacity is None or splits_room(layer))):
-        # Prompt-only eviction: current pages, plus room for all remaining columns, which may all go to
-        # the last run.
+    elif eviction is not None or len(store.runs) > 1:
+        # Prompt-only eviction, or several runs: current pages, plus room for all remaining columns, which may all go to
+        # the last run. At a fixed capacity narrow tokens have the room that prompts need.
         blocks = _blocks_ahead(store, new, room, before, layer.capacity is not None)
     else:
         rest = max(room - layer.gone - store.layout.sink, 0)
@@ -109,15 +109,6 @@ def sealing_rules(scheme: Scheme, layout: Layout, key_dim: int) -> tuple[str, st
     rule = scheme.step_rule(key_dim) if layout.keys.formats[-1].raised else None
     summed = "total" if "history" in needs else "sum"
     return rule or "", summed if "query" in needs else ""
-
-
-def splits_room(layer: LayerBase) -> bool:
-    """True if a fixed capacity has room for narrow tokens as prompts need it, and in the last run for what is left.
-
-    Else every run has room for all. Of tokens that are quantized again as turns age, every turn would need other room,
-    and steps would have to be captured again.
-    """
-    return len(layer.held().runs) > 1 and "turns" not in layer.scheme.needs
 
 
 def _budget_blocks(
@@ -255,7 +246,7 @@ class StepBuffer(Part):
         ):
             self.leave()
         # The room of a fixed capacity may follow from what prompts leave: how many tokens, or in which runs.
-        follows = self.evicts_prompts_alone or (self.eviction is None and splits_room(layer))
+        follows = self.evicts_prompts_alone or (self.eviction is None and len(store.runs) > 1)
         if layer.capacity is None or not follows:
             self.bind()
 

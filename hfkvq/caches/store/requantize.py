@@ -1,14 +1,13 @@
 """Requantization: tokens that are stored already change their run, or are forgotten.
 
-Schemes ask for it in three ways: `keep_tokens` forgets all tokens but some, of any layout; `requantize_by_tiers` gives
-each token a run, or forgets it; `requantize_by_tags` moves tokens to fewer bits as their tags say. All are one
-operation, `requantized`, which makes a new state of the old one and asks the device once.
+Schemes ask for it in two ways: `keep_tokens` forgets all tokens but some; `requantize_by_tiers` gives each token a run,
+or forgets it. Both are one operation, `requantized`, which makes a new state of the old one and asks the device once.
 
 - A token that stays in a run whose formats are per token keeps its bits. One that comes from elsewhere is dequantized
   and quantized again.
 - A page with a scale per channel, or a normed one, keeps its bits if all its tokens stay and stay together. Other
-  survivors are dequantized and sealed again, in order. Of several runs, those that fill no page go to the next wider
-  run; of one run, they go back to the tail.
+  survivors are dequantized and sealed again, in order; those that fill no page go back to the tail. Several runs have
+  no such pages.
 - A row that forgets e tokens has ``start`` and ``dropped`` greater and ``length`` smaller by e. Where runs have
   positions and there is no sink, positions of sealed tokens are smaller by e as well (and may be negative), so that
   their logical columns stay what they were. Otherwise what is left of a row is contiguous: sink, pages, tail, in the
@@ -18,7 +17,6 @@ operation, `requantized`, which makes a new state of the old one and asks the de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace as replaced
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,7 +33,6 @@ from ..schemes.base import Layout, Scheme
 from .kvstore import KVStore, write_pages
 from .row_lengths import RowState
 from .state import SIDES, StoreState, as_bytes
-from .windows import grow
 
 if TYPE_CHECKING:
     from .kvstore import KVStore
@@ -237,30 +234,18 @@ def changes_of_one_run(
 
 
 def changes_by_target(state: StoreState, plan: RequantizePlan, target: Tensor) -> list[RunChanges]:
-    """Changes of a store with several runs: as targets say; tokens that fill no page go to the next wider run."""
-    found, spilled = [], torch.zeros_like(plan.free)
+    """Changes of a store with several runs: as targets say."""
+    found = []
     for i, ((first, size), pair) in enumerate(zip(run_columns(state)[:-1], state.format.runs, strict=True)):
+        if any(fmt.whole for fmt in pair):
+            raise NotImplementedError(
+                f"requantize: got {state.format.spec}, of which one of several runs is sealed by whole pages; its "
+                "tokens cannot be taken apart."
+            )
         own = torch.zeros_like(plan.free)
         own[:, first : first + size] = True
-        stays = plan.free & own & ((target == STAY) | (target == i)) & ~spilled
-        comes = plan.free & ~own & (target == i) & ~spilled
-        stays, comes = stays | (spilled & own), comes | (spilled & ~own)
-        moves = RunChanges.of(stays, comes)
-        if any(fmt.whole for fmt in pair):
-            if i == len(state.format.runs) - 1:
-                raise NotImplementedError(
-                    f"requantize: got {state.format.spec}, whose last of several runs is sealed by whole pages; its "
-                    "tokens cannot be taken apart."
-                )
-            page = pair[0].page_size
-            room = ((moves.kept + moves.new) // page * page)[:, None]
-            full = RunChanges.of(
-                stays & (stays.cumsum(1) <= room), comes & (moves.kept[:, None] + comes.cumsum(1) <= room)
-            )
-            spilled, moves = (stays | comes) & ~(full.stays | full.comes), full
-        else:
-            spilled = torch.zeros_like(spilled)
-        found.append(moves)
+        stays = plan.free & own & ((target == STAY) | (target == i))
+        found.append(RunChanges.of(stays, plan.free & ~own & (target == i)))
     return found
 
 
@@ -277,7 +262,7 @@ def keep_tokens(store: KVStore, keep: Tensor, hold: int = 0, q_abs: Tensor | Non
         Whether any token was forgotten.
 
     Raises:
-        NotImplementedError: several runs of which the last one is sealed by whole pages.
+        NotImplementedError: several runs of which one is sealed by whole pages.
     """
     state = store.state
     target = torch.where(keep[:, : state.longest], STAY, EVICT).to(torch.int8)
@@ -302,47 +287,11 @@ def requantize_by_tiers(store: KVStore, target: Tensor, where: Tensor | None = N
         Whether any token has moved or was forgotten.
 
     Raises:
-        NotImplementedError: a store of one run, or several runs of which the last one is sealed by whole pages.
+        NotImplementedError: a store of one run, or several runs of which one is sealed by whole pages.
     """
     if store.format.ordered:
         raise NotImplementedError(f"requantize_by_tiers: got {store.format.spec}, allowed stores with several runs.")
     return _apply(store, target, where)
-
-
-def requantize_by_tags(store: KVStore, tags: Tensor) -> bool:
-    """Changes sealed tokens to fewer bits where their tags now say so; no token gets more.
-
-    In each row, as many tokens as fill whole pages move, the oldest first, where pages are sealed whole; the others
-    keep their bits. Such pages are put in order of their newest tokens, so that `KVStore.crop` finds those that it may
-    cut behind all others. Nothing is changed if anything fails.
-
-    Args:
-        store: a store with several runs. Its scheme has ``tag_bits``, u8 codes of tags to their bits, of any shape.
-        tags: u8 (B, n), tag of each of the first n logical columns; later ones stay as they are.
-
-    Returns:
-        Whether any token has moved.
-
-    Raises:
-        NotImplementedError: a store of one run, or a scheme without ``tag_bits``.
-    """
-    tag_bits = getattr(store.scheme, "tag_bits", None)
-    if store.format.ordered or tag_bits is None:
-        raise NotImplementedError(
-            f"requantize_by_tags: got {store.format.spec}, allowed several runs of a scheme that has tag_bits."
-        )
-    if not tags.shape[1] or not any(view.table.shape[1] for view in store.runs[1:]):
-        return False
-    where = positions(store)
-    column = store.counters[START][:, None] + where
-    bits = tag_bits(tags.gather(1, column.clamp(0, tags.shape[1] - 1).long()))
-    target, tagged = torch.full_like(where, STAY, dtype=torch.int8), (column >= 0) & (column < tags.shape[1])
-    spans = run_columns(store)
-    for i, (fmt, _) in enumerate(store.format.runs[:-1]):
-        wider = torch.zeros_like(tagged)
-        wider[:, spans[i + 1][0] : spans[-1][0]] = True
-        target = torch.where(tagged & wider & (bits == fmt.bits), i, target)
-    return _apply(store, target.to(torch.int8), where)
 
 
 @outside_inference_mode
@@ -396,9 +345,8 @@ def requantized(
     else:
         moves = dict.fromkeys(SIDES, changes_by_target(state, plan, target))
     touched = (plan.where > ABSENT) & (target == EVICT)
-    for run, pair in zip(moves["keys"], form.runs, strict=True):
-        if not form.ordered and not any(fmt.whole for fmt in pair):
-            touched = touched | run.comes
+    for run in () if form.ordered else moves["keys"]:
+        touched = touched | run.comes
     start = state.counters[START]
     settled = torch.where(touched, plan.where + start[:, None] + 1, 0).amax(1)
     counts = [count for side in SIDES for run in moves[side] for count in (run.kept, run.new)]
@@ -462,14 +410,8 @@ def _rebuilt(
     """
     pair, view = state.format.runs[run], state.runs[run]
     page = pair[0].page_size
-    blocks, whole = -(-most // page), any(fmt.whole for fmt in pair)
-    stays = whole and run not in leaves
-    if stays:
-        grown = grow(state, run, blocks, factor=1).runs[run]
-        table, blocks = grown.table, grown.table.shape[1]
-    else:
-        grown = view
-        table = torch.arange(state.batch * blocks, dtype=torch.int32, device=state.device).view(state.batch, blocks)
+    blocks = -(-most // page)
+    table = torch.arange(state.batch * blocks, dtype=torch.int32, device=state.device).view(state.batch, blocks)
     first, size = run_columns(state)[run]
     sides: list[list[Tensor]] = []
     done, (old, some, order) = None, [plan.where[:, :0].long()] * 3
@@ -481,14 +423,12 @@ def _rebuilt(
             order = order[:, :total]
         fresh = some
         kept, new = moves.kept, moves.new
-        if stays:
-            parts = list(grown.keys if side == "keys" else grown.values)
-        elif fmt.whole or not most_kept:
+        if fmt.whole or not most_kept:
             parts = state.pages(fmt, side, state.batch * blocks)
         else:
             slots = (columns.gather(1, old) - first).clamp(0, size - 1)
             parts = as_pages(gather_bits(view, fmt, side, slots), fmt, side, blocks)
-        if fmt.whole and not stays:
+        if fmt.whole:
             kept, new = torch.zeros_like(kept), kept + new
             fresh = order
         if fresh.shape[1]:
@@ -497,7 +437,7 @@ def _rebuilt(
             pages = parts, table, kept, new
             own_q_abs = q_abs if side == "keys" else None
             write_pages(pages, fmt, side, source, index.contiguous(), layout, scheme, own_q_abs)
-            if fmt.whole and not stays and size:
+            if fmt.whole and size:
                 slots = columns.gather(1, fresh) - first
                 rank = torch.arange(fresh.shape[1], device=state.device)
                 _keep_pages(parts, view, fmt, side, torch.where(rank < moves.kept[:, None], slots, -1), blocks)
@@ -505,8 +445,7 @@ def _rebuilt(
     if state.format.ordered:
         return RunView(table, None, *sides)
     pos = pad(plan.to.gather(1, order), (0, max(blocks * page - order.shape[1], 0)))[:, : blocks * page].contiguous()
-    made = RunView(table, pos, *sides)
-    return _pages_in_order(made, own[0][0], page) if whole else made
+    return RunView(table, pos, *sides)
 
 
 def _keep_pages(parts: list[Tensor], view: RunView, fmt: PageFormat, side: Side, slots: Tensor, blocks: int) -> None:
@@ -525,17 +464,6 @@ def _keep_pages(parts: list[Tensor], view: RunView, fmt: PageFormat, side: Side,
         new = part.unflatten(0, (-1, blocks))[:, : ids.shape[1]]
         keeps = together.view(*together.shape, *[1] * (new.dim() - 2))
         new.copy_(torch.where(keeps, old[ids], new))
-
-
-def _pages_in_order(view: RunView, moves: RunChanges, page: int) -> RunView:
-    """A run of whole pages in order of their newest tokens; free blocks stay behind."""
-    pos = view.pos
-    assert pos is not None, "a run of several has positions"
-    paged = pos.unflatten(1, (-1, page))
-    full = torch.arange(paged.shape[1], device=pos.device) < ((moves.kept + moves.new) // page)[:, None]
-    order = torch.where(full, paged.amax(2), LAST).argsort(dim=1, stable=True)
-    pos = paged.gather(1, order[:, :, None].expand_as(paged)).flatten(1)
-    return replaced(view, table=view.table.gather(1, order), pos=pos)
 
 
 def _sink(state: StoreState, plan: RequantizePlan, side: Side) -> Tensor:

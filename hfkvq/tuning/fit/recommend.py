@@ -29,7 +29,7 @@ def candidates() -> list[str]:
         shown = "fit" in entry.lists or figure("loss", name) is not None
         scheme = get_scheme(name)
         # Presets that keep every token, and read no tags.
-        if shown and entry.group == "scheme" and not scheme.evicts and not scheme.needs & {"tags", "turns"}:
+        if shown and entry.group == "scheme" and not scheme.evicts and "tags" not in scheme.needs:
             # The first of a model's names are the short ones.
             found.setdefault(scheme, name)
     return widest_first(found.values())
