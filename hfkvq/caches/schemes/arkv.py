@@ -180,7 +180,7 @@ class Arkv(EvictionScheme):
         return (share.double() * kept + 0.5).floor().long()
 
     @property
-    def evidence(self) -> frozenset[Kind]:
+    def evidence(self) -> frozenset[Kind]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Attention, unless tokens are ranked by age and tiers are fixed."""
         return frozenset() if self.score == "recency" and self.tiers != "mixed" else frozenset({"attention"})
 

@@ -35,12 +35,16 @@ class EvictionScheme(Scheme):
     writes `scores` and `evidence`. `Arkv` gives what stays bits of its own.
 
     Attributes:
+        evidence: inputs of `scores`; none for schemes that go by position alone. See `Evidence`.
+        remembers: whether scores have a history, see `merge`; then every step is shown its evidence, if steps trim.
         alike: whether all KV heads of a layer keep the same tokens, by the mean of their scores; else each its own.
         budget_tokens: most tokens of a row in each KV head of a layer; None for the scheme's own default.
         window: newest tokens that always stay.
     """
 
     evicts: ClassVar[bool] = True
+    evidence: ClassVar[frozenset[Kind]] = frozenset()
+    remembers: ClassVar[bool] = False
     alike: ClassVar[bool] = False
 
     budget_tokens: int | None = knob(None, low=2)
@@ -57,11 +61,6 @@ class EvictionScheme(Scheme):
         return 0
 
     @property
-    def evidence(self) -> frozenset[Kind]:
-        """Inputs of `scores`; none for schemes that go by position alone. See `Evidence`."""
-        return frozenset()
-
-    @property
     def queries(self) -> int:
         """Newest queries of a prompt that are shown, where `evidence` has "attention" or "queries"; a step has one."""
         return self.window
@@ -70,11 +69,6 @@ class EvictionScheme(Scheme):
     def interval(self) -> int | None:
         """Steps trim a row that holds so many tokens more than its budget; None trims at the end of prompts alone."""
         return 1
-
-    @property
-    def remembers(self) -> bool:
-        """True if scores have a history, see `merge`. Then every step is shown its evidence, if steps trim at all."""
-        return False
 
     def budget(self, given: Tensor, layer: int, layers: int) -> Tensor:
         """Tokens that a row holds after a trim: i64 (...,), of tokens given so far, i64 (...,), those gone included.
@@ -274,6 +268,7 @@ class SnapKV(TokenEviction):
     name = "snapkv"
     paper = "arXiv:2404.14469"
     place = 80
+    evidence = frozenset({"attention"})
     presets = {
         "snapkv": Entry(
             "Long prompts: keeps the tokens that the end of the prompt attends to.",
@@ -284,11 +279,6 @@ class SnapKV(TokenEviction):
 
     window: int = knob(64, low=1, high=4096, search=[16, 32, 64])
     kernel: int = knob(5, choices=(1, 3, 5, 7, 9, 11, 13), search=[1, 5, 7, 13])
-
-    @property
-    def evidence(self) -> frozenset[Kind]:
-        """Attention of the window's queries."""
-        return frozenset({"attention"})
 
     def scores(self, evidence: Evidence) -> Tensor:
         """Scores ``avgpool(mean_q A)`` of the tokens before the window, averaged over query heads: f32 (N, n)."""
@@ -357,6 +347,8 @@ class H2O(TokenEviction):
     name = "h2o"
     paper = "arXiv:2306.14048"
     place = 82
+    evidence = frozenset({"received"})
+    remembers = True
     presets = {
         "h2o": Entry(
             "A fixed budget: keeps the tokens with the most attention so far. Computes scores in every step.",
@@ -368,16 +360,6 @@ class H2O(TokenEviction):
 
     window: int = knob(512, low=1, high=65536)
     trim_every: int = knob(64, low=0, high=65536)
-
-    @property
-    def evidence(self) -> frozenset[Kind]:
-        """Attention of all queries."""
-        return frozenset({"received"})
-
-    @property
-    def remembers(self) -> bool:
-        """True, since attention adds up."""
-        return True
 
     def scores(self, evidence: Evidence) -> Tensor:
         """Scores ``Σ_q A``, averaged over query heads: f32 (N, n)."""
@@ -446,6 +428,7 @@ class TOVA(TokenEviction):
     name = "tova"
     paper = "arXiv:2401.06104"
     place = 84
+    evidence = frozenset({"attention"})
     alike = True
     presets = {
         "tova": Entry(
@@ -455,11 +438,6 @@ class TOVA(TokenEviction):
 
     window: int = knob(1, low=1, high=4096)
     trim_every: int = knob(64, low=0, high=65536)
-
-    @property
-    def evidence(self) -> frozenset[Kind]:
-        """Attention of the newest query."""
-        return frozenset({"attention"})
 
     @property
     def queries(self) -> int:
@@ -495,6 +473,7 @@ class ExpectedAttention(TokenEviction):
     name = "expected-attention"
     paper = "arXiv:2510.00636"
     place = 85
+    evidence = frozenset({"queries", "keys", "values"})
     presets = {
         "expected-attention": Entry(
             "Long prompts before the question is known: keeps what future queries are expected to attend to.",
@@ -507,11 +486,6 @@ class ExpectedAttention(TokenEviction):
     recent: int = knob(512, low=2, high=65536, search=[128, 512, 2048])
     epsilon: float = knob(0.0, low=0.0, high=1.0, search=[0.0, 0.01, 0.1])
     sink_length: int = knob(4, low=0, high=4096)
-
-    @property
-    def evidence(self) -> frozenset[Kind]:
-        """Newest queries, keys and values."""
-        return frozenset({"queries", "keys", "values"})
 
     @property
     def queries(self) -> int:

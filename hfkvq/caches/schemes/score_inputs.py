@@ -121,7 +121,7 @@ class Evidence:
         """
         found = getattr(self, name)
         if found is None:
-            raise ValueError(f"evidence: {name!r} is missing; the scheme's property `evidence` must name it.")
+            raise ValueError(f"evidence: {name!r} is missing; the scheme's `evidence` must name it.")
         return found.mean if isinstance(found, Attention) else found
 
 

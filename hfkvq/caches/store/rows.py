@@ -218,8 +218,7 @@ def _held_from(state: StoreState, seen: int) -> int:
 def _sealed_before(state: StoreState, length: Tensor) -> Tensor:
     """Counters of several runs without tokens at row positions from ``length`` (i32 (B,)) on: i32 (2*runs, B).
 
-    Each run has its tokens in order of position, or its pages in order of their newest tokens, so the first ones of
-    each stay. Asks the device once.
+    Each run has its tokens in order of position, so the first ones of each stay. Asks the device once.
     """
     counts, torn = [], torch.zeros((), dtype=torch.bool, device=state.device)
     for i, (view, (fmt, _)) in enumerate(zip(state.runs, state.format.runs, strict=True)):
@@ -231,8 +230,7 @@ def _sealed_before(state: StoreState, length: Tensor) -> Tensor:
         left = stays.sum(1, dtype=torch.int32)
         counts += [left, left]
         if fmt.whole:
-            # Pages that a requantization has made may hold tokens on both sides of the cut.
-            torn = torn | (left % fmt.page_size != 0).any() | (stays & (slot >= left[:, None])).any()
+            torn = torn | (left % fmt.page_size != 0).any()
     if bool(torn):
         raise NotImplementedError(
             "crop: cannot remove tokens that are already sealed where tokens have widths of their own and a page "
