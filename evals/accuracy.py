@@ -23,7 +23,7 @@ import torch
 import typer
 
 from evals.charts import BITS, KLD, Column, Mark, save_chart, share
-from evals.figures import has_changed
+from evals.figures import described, has_changed
 from evals.reference.outliers import with_outliers
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.schemes.preset import get_preset

@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evals.figures import has_changed, read
-from hfkvq.caches import Scheme
+from evals.figures import described, has_changed, read
 from hfkvq.measure.presets import describe, long_context_bits
 from hfkvq.measure.tables import markdown_table
 
