@@ -19,7 +19,7 @@ from hfkvq.bounded import MOST_LEVELS, load_json, parse_json
 from hfkvq.caches import get_preset
 from hfkvq.caches.schemes.preset import Preset
 from hfkvq.caches.tags import ChatFormat
-from hfkvq.caches.tags.bit_table import BitTable, Origin
+from hfkvq.caches.tags.bit_table import BitTable
 from hfkvq.measure.divergence.windows import read_file
 from hfkvq.tuning.study import SETUP, load_study
 
@@ -31,7 +31,7 @@ CHAT = {"name": "mine", "spans": [{"start": "<a>", "end": "</a>", "role": "user"
 
 
 def bit_table(tmp: Path) -> dict:
-    BitTable({TAG: 2}, Origin(layers=(0,)), 2.5, {TAG: (1.0, 0.5)}, {TAG: 3.0}).save(tmp)
+    BitTable({TAG: 2}, ORIGIN, {"budget": 2.5}).save(tmp)
     return json.loads(tmp.read_text())
 
 

@@ -7,17 +7,46 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hfkvq.bounded import DAMAGE
 from hfkvq.caches.tags import parse_tag
-from hfkvq.caches.tags.bit_table import BitTable, Origin, read_json
+from hfkvq.caches.tags.bit_table import BitTable, read_json
 
 KIND = "hfkvq.sensitivity"
 
 ENUMERABLE = 22
 """Largest number of tags of which all allocations are tried (section 3.1.3)."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Source of a calibration.
+
+    Attributes:
+        model: name or path, for people.
+        config: `config_hash` of the model.
+        template: `template_hash` of the tokenizer.
+        data: hash of the conversations.
+        requests: number of requests measured.
+        layers: indices of the layers measured.
+        versions: of hfkvq, torch and transformers.
+    """
+
+    model: str = ""
+    config: str = ""
+    template: str = ""
+    data: str = ""
+    requests: int = 0
+    layers: tuple[int, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Origin:
+        """Inverse of ``dataclasses.asdict``, also after JSON."""
+        return Origin(**{**values, "layers": tuple(values.get("layers", ()))})
 
 
 @dataclass(frozen=True)
@@ -169,7 +198,8 @@ def make_table(sensitivity: Sensitivity, budget: float) -> BitTable:
         ValueError: see `allocate`.
     """
     bits = allocate(sensitivity.distortion, sensitivity.counts, budget)
-    return BitTable(bits, sensitivity.origin, budget, sensitivity.distortion, sensitivity.counts)
+    made = {"budget": budget, "distortion": sensitivity.distortion, "counts": sensitivity.counts}
+    return BitTable(bits, asdict(sensitivity.origin), made)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from evals.capture import Capture, capture, compressed_layers, quantized, spread_layers
-from evals.triaxial.allocation import Sensitivity
+from evals.triaxial.allocation import Origin, Sensitivity
 from evals.triaxial.conversations import Conversation, data_hash, make_request
 from hfkvq.caches.schemes.base import get_scheme
 from hfkvq.caches.tags import PAD, TAGS, ImageTokens, Tagger, tag_axes
-from hfkvq.caches.tags.bit_table import Origin, config_hash, template_hash
+from hfkvq.caches.tags.bit_table import config_hash, template_hash
 from hfkvq.measure.records import versions
 
 WIDTHS = (2, 4)

@@ -16,7 +16,7 @@ from hfkvq.caches import BitTable
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.schemes.base import UNTAGGED
 from hfkvq.caches.tags import PAD, TAGS, parse_tag
-from hfkvq.caches.tags.bit_table import Origin, config_hash, template_hash
+from hfkvq.caches.tags.bit_table import config_hash, template_hash
 from tests.caches.driver import assert_same_bits, stored
 from tests.caches.models import build, config, prompt
 
@@ -282,8 +282,8 @@ class FakeTokenizer:
 
 
 def table_of(model_config, bits=None):
-    origin = Origin("tiny", config_hash(model_config), template_hash(FakeTokenizer), "abc", 3, (0, 1), {"torch": "2"})
-    return BitTable(bits or {OBS: 2}, origin, 2.7, {OBS: (1.0, 0.1)}, {OBS: 12.0})
+    origin = {"model": "tiny", "config": config_hash(model_config), "template": template_hash(FakeTokenizer)}
+    return BitTable(bits or {OBS: 2}, origin | {"layers": [0, 1]}, {"budget": 2.7, "counts": {OBS: 12.0}})
 
 
 def test_table_comes_back_from_its_file(model, tmp_path):

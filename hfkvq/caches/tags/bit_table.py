@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,65 +62,34 @@ def template_hash(tokenizer: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Source of a calibration.
-
-    Attributes:
-        model: name or path, for people.
-        config: `config_hash` of the model.
-        template: `template_hash` of the tokenizer.
-        data: hash of the conversations.
-        requests: number of requests measured.
-        layers: indices of the layers measured.
-        versions: of hfkvq, torch and transformers.
-    """
-
-    model: str = ""
-    config: str = ""
-    template: str = ""
-    data: str = ""
-    requests: int = 0
-    layers: tuple[int, ...] = ()
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Origin:
-        """Inverse of ``dataclasses.asdict``, also after JSON."""
-        return Origin(**{**values, "layers": tuple(values.get("layers", ()))})
-
-
-@dataclass(frozen=True)
 class BitTable:
     """Bits of tokens by tag, such as ``{"older|text|obs": 2}``, and the calibration that they follow from.
 
     Attributes:
         bits: 2 or 4 by tag.
-        origin: of the calibration.
-        budget: B, mean code bits a token that the allocation was held to.
-        distortion: (D_k(2), D_k(4)) by tag: error of attention with its tokens in 2 and in 4 bits.
-        counts: N_k by tag: its tokens in the conversations.
+        origin: of the calibration: name of the "model", its "config" (`config_hash`), the "template" of its tokenizer
+            (`template_hash`), and whatever else is to be known.
+        made: how the bits were chosen, for the record.
     """
 
     bits: Mapping[str, int]
-    origin: Origin
-    budget: float
-    distortion: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    counts: Mapping[str, float] = field(default_factory=dict)
+    origin: Mapping[str, Any]
+    made: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self, config: Any, tokenizer: Any = None) -> None:
         """Raises ValueError if the table is for another model; or, with a tokenizer, for another chat template."""
-        differs = "model" if self.origin.config != config_hash(config) else ""
-        if tokenizer is not None and not differs and self.origin.template != template_hash(tokenizer):
+        differs = "model" if self.origin["config"] != config_hash(config) else ""
+        if tokenizer is not None and not differs and self.origin["template"] != template_hash(tokenizer):
             differs = "chat template"
         if differs:
             raise ValueError(
-                f"table: it was calibrated for another {differs} ({self.origin.model or 'unnamed'}, its tags "
+                f"table: it was calibrated for another {differs} ({self.origin['model'] or 'unnamed'}, its tags "
                 f"{', '.join(self.bits)}) than this one ({getattr(config, 'model_type', '') or 'unnamed'}); calibrate "
                 "again with `evals.triaxial calibrate`, or pass the plain table.bits if you know that it fits."
             )
 
     def save(self, path: str | Path) -> None:
-        text = json.dumps({"kind": KIND, **asdict(self)}, indent=2)
+        text = json.dumps({"kind": KIND, "bits": self.bits, "origin": self.origin, **self.made}, indent=2)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @staticmethod
@@ -128,13 +97,10 @@ class BitTable:
         """Reads what `save` wrote, or raises ValueError."""
         values = read_json(path, KIND, "table", "python -m evals.triaxial allocate")
         try:
-            return BitTable(
-                {str(tag): int(bits) for tag, bits in values["bits"].items()},
-                Origin.from_dict(values["origin"]),
-                float(values["budget"]),
-                {tag: (float(pair[0]), float(pair[1])) for tag, pair in values.get("distortion", {}).items()},
-                {tag: float(count) for tag, count in values.get("counts", {}).items()},
-            )
+            bits = {str(tag): int(bits) for tag, bits in values["bits"].items()}
+            origin = {name: str(values["origin"][name]) for name in ("model", "config", "template")}
+            made = {name: x for name, x in values.items() if name not in ("kind", "bits", "origin")}
+            return BitTable(bits, {**values["origin"], **origin}, made)
         except DAMAGE as error:
             raise ValueError(
                 f"table: {path} is damaged ({error}); make it again with `evals.triaxial allocate`."
