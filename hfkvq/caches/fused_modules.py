@@ -47,7 +47,7 @@ class Fusion:
         self.found: dict[Any, int | None] = {}
         self.checked: dict[nn.Module, bool] = {}
         self.groups: dict[nn.Linear, tuple[nn.Linear, ...]] = {}
-        self._compares = self._told = False
+        self._compares = False
         # Input of the last linear layers, its copy, and these.
         self._last: tuple[Tensor, Tensor, list[nn.Linear]] | None = None
         # Input of a group and results for those that have not been called yet.
@@ -78,24 +78,6 @@ class Fusion:
                 else:
                     vars(module)["forward"] = before
             self._last = self._ready = None
-
-    def tell(self, model: nn.Module) -> None:
-        """Logs once which modules around attention run as they are, and why; after a step that has compared them."""
-        if self._told:
-            return
-        self._told = True
-        reasons = dict.fromkeys(
-            f"{kind[0].__name__} (computes another thing)" for kind, x in self.found.items() if x is None
-        )
-        for module in model.modules():
-            name = type(module).__name__
-            if "Linear" in name or name.endswith(("Norm", "MLP")):
-                if not _is_own(module):
-                    reasons[f"{name} (its forward has been replaced)"] = None
-                elif not all(map(_is_dense, module.parameters(recurse=False))):
-                    reasons[f"{name} (its weights are quantized or spread over devices)"] = None
-        if reasons:
-            logger.info("%s: not fused in captured steps: %s.", type(model).__name__, ", ".join(reasons))
 
     def _forward_of(self, module: nn.Module) -> Forward | None:
         """Function in place of a class's forward, which takes the module first; None where the module runs as it is."""

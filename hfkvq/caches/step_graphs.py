@@ -511,8 +511,6 @@ class StepGraphs:
         with self.states.undone_on_error():
             out = self._whole(cache, tensors, step, run)
         interceptor.makes_numbers |= numbers.made
-        if interceptor.fusion is not None:
-            interceptor.fusion.tell(model)
         return out
 
     def _whole(self, cache: CapturableCache, tensors: dict[str, Tensor], step: Step, run: Callable[[], Any]) -> Any:

@@ -125,8 +125,7 @@ def quantized(model):
 
 
 @pytest.mark.parametrize("change", [replaced, quantized])
-def test_what_others_have_changed_runs_as_it_is(change, cpu, monkeypatch, caplog):
-    caplog.set_level("INFO", logger=fused_modules.__name__)
+def test_what_others_have_changed_runs_as_it_is(change, cpu, monkeypatch):
     found = []
     for given in ("1", "0"):
         monkeypatch.setenv("HFKVQ_FUSION", given)
@@ -135,9 +134,6 @@ def test_what_others_have_changed_runs_as_it_is(change, cpu, monkeypatch, caplog
         found.append(logits(model))
         assert change is not replaced or "forward" in vars(model.model.layers[0].mlp)
     assert torch.equal(*found)
-    # A subclass of linear layers is none of PyTorch's, and nothing is said of it.
-    said = ["LlamaForCausalLM: not fused in captured steps: LlamaMLP (its forward has been replaced)."]
-    assert [record.getMessage() for record in caplog.records] == (said if change is replaced else [])
     monkeypatch.setenv("HFKVQ_FUSION", "1")
     assert not torch.equal(found[0], logits(shaken("llama")))
 
