@@ -274,6 +274,22 @@ def test_neither_tokenizer_nor_tagger(model):
         TriAxialCache(model)
 
 
+def test_a_crop_through_a_page_of_2_bits_is_refused(model):
+    """Its tokens share scales. Between pages a crop goes on."""
+    cache, ids = make(model), torch.arange(88)[None] % 60 + 4
+    forward(model, cache, ids)
+    forward(model, cache, ids[:, :1])
+    # Even tokens have 2 bits, and fill pages up to the tokens 30 and 62.
+    with pytest.raises(NotImplementedError, match="crop: cannot remove tokens that are already sealed"):
+        cache.crop(-39)
+    assert cache.get_seq_length() == 89
+    cache.crop(-26)
+    assert cache.get_seq_length() == 63
+    cache.integrity_check()
+    forward(model, cache, ids[:, :9])
+    cache.integrity_check()
+
+
 # Tables as files.
 
 
