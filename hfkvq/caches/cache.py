@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -287,6 +287,11 @@ class MixedKVCache(Cache):
     def max_cache_len(self) -> int:
         """Capacity in tokens, or -1, as `get_max_length` says; PEFT asks under this name."""
         return self.get_max_length()
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """Dequantized keys and values (B, H, T, D) of each layer, and its window, as DynamicCache gives them."""
+        for layer in self.layers:
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)  # type: ignore[union-attr]
 
     @property
     def attached(self) -> bool:
