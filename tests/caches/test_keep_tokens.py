@@ -143,7 +143,8 @@ def test_rows_keep_what_they_are_told(name, headwise, prompt):
     for share, newest in ((0.6, 3), (0.4, 1)):
         with Questions() as watch:
             assert life.keep(share, newest)
-        assert len(watch.asked) <= 1
+        # The reference of KVarN's factors asks whether any page is new, which its kernel does not.
+        assert len(watch.asked) <= 1 + (name == "kvarn")
         life.check()
         for _ in range(12):
             life.step()
