@@ -165,7 +165,7 @@ def main() -> None:
         line, was, made = next(((n, a, b) for n, (a, b) in enumerate(pairs, 1) if a != b), (0, "its end", "another"))
         wrong.append(f"{path.relative_to(ROOT)}:{line}: is\n  {was}\nand would be\n  {made}")
     if write:
-        frontier.picture(RESULTS / "frontier-smollm2.svg")
+        frontier.pictures(RESULTS)
         real_docs.picture(RESULTS / "real-models.svg")
         one_layer.picture(kernel_times("kernels-h200"), RESULTS / "kernels-h200.svg")
         serving.picture(serving.rows(SERVING), RESULTS / "serving.svg")

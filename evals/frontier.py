@@ -25,6 +25,7 @@ FILES = (
 )
 """Files of the same windows; of a cache that several have, the newest counts."""
 
+QWEN_16K = "kld-qwen2.5-coder-1.5b-16k-h200.json"
 HEAD_DIM = 64
 """Shape of SmolLM2-135M: 30 layers, 3 KV heads."""
 
@@ -82,18 +83,25 @@ def table() -> str:
     return markdown_table(HEAD, lines)
 
 
-def bits_of_smollm2(row: dict[str, Any]) -> float:
+def bits_of(row: dict[str, Any], head_dim: int) -> float:
     """Bits per element in a long context, scales included, at the heads of the model that was measured."""
     if row.get("simulated"):
         return SIMULATED_BITS[row["name"].removeprefix("simulated-")]
     scheme = described(row["scheme"])
-    about = describe(row["name"], scheme, HEAD_DIM)
-    (least, most), (fewest, largest) = long_context_bits(scheme, HEAD_DIM), about["code_bits"]
+    about = describe(row["name"], scheme, head_dim)
+    (least, most), (fewest, largest) = long_context_bits(scheme, head_dim), about["code_bits"]
     # Where tokens differ in width, the measured mean of code bits says how many were wide.
     return least if least == most else least + (most - least) * (row["code_bits"] - fewest) / (largest - fewest)
 
 
-def picture(path: Path) -> None:
+def pictures(folder: Path) -> None:
+    """Pictures of SmolLM2 behind 7k tokens, and of Qwen2.5 behind 15k."""
+    picture(folder / "frontier-smollm2.svg", rows(), HEAD_DIM, "SmolLM2-135M, contexts of 7,680 tokens")
+    behind_16k = "Qwen2.5-Coder-1.5B, contexts of 16,384 tokens"
+    picture(folder / "frontier-qwen2.5-16k.svg", read(QWEN_16K)["rows"], 128, behind_16k)
+
+
+def picture(path: Path, found: Sequence[dict[str, Any]], head_dim: int, words: str) -> None:
     """Divergence against bits, with intervals; the floor of rounding as a line."""
     from matplotlib.lines import Line2D
 
@@ -101,31 +109,34 @@ def picture(path: Path) -> None:
 
     figure, grid = new_figure(8.6, 5.2)
     axes, places, colors = grid[0][0], [], {}
-    for row in rows():
+    for row in found:
         name = row["name"].removeprefix("simulated-")
         (low, high), mean = row["kld"]["interval"], row["kld"]["mean"]
         if name == "full":
             axes.axhline(mean, color=GREY, linewidth=1, linestyle="--")
-            words = "full: 16 bits, not quantized. What is left is rounding."
+            floor = "full: 16 bits, not quantized. What is left is rounding."
             at = {"xycoords": ("axes fraction", "data"), "xytext": (0, 4), "textcoords": "offset points"}
-            axes.annotate(words, (0.995, mean), **at, ha="right", fontsize=8.5)
+            axes.annotate(floor, (0.995, mean), **at, ha="right", fontsize=8.5)
         elif ":" not in name:
             color = GREY if row.get("simulated") else RED if is_own(name) else BLUE
             mark, size = ("x", 6) if color == GREY else ("D", 8) if color == RED else ("o", 6)
-            bits, sides = bits_of_smollm2(row), [[mean - low], [high - mean]]
+            bits, sides = bits_of(row, head_dim), [[mean - low], [high - mean]]
             fill = {"markerfacecolor": "white"} if has_changed(row) else {}
             axes.errorbar(bits, mean, sides, fmt=mark, color=color, markersize=size, elinewidth=1.3, **fill)
             places.append((name, (bits, mean)))
             colors[name] = BLACK if color == GREY else color
-    axes.set(yscale="log", xlim=(1.3, 6.4), ylim=(0.0011, 0.45))
+    least, *_, most = sorted(bits for _, (bits, _) in places)
+    means = [row["kld"]["mean"] for row in found if ":" not in row["name"]]
+    axes.set(yscale="log", xlim=(least - 0.3, most + 0.5), ylim=(min(means) / 1.5, 3 * max(means)))
     axes.set_yticks([0.003, 0.01, 0.03, 0.1, 0.3], ["0.003", "0.01", "0.03", "0.1", "0.3"])
     axes.minorticks_off()
     axes.grid(alpha=0.25)
-    axes.set_xlabel("bits per element in a long context, scales included, heads of 64 channels (bf16: 16)")
+    axes.set_xlabel(f"bits per element in a long context, scales included, heads of {head_dim} channels (bf16: 16)")
     axes.set_ylabel("KL divergence from DynamicCache, nats")
-    axes.set_title("Loss against memory (lower left is better): SmolLM2-135M, contexts of 7,680 tokens", fontsize=11)
+    axes.set_title(f"Loss against memory (lower left is better): {words}", fontsize=11)
     kinds = ((RED, "D", "hfkvq's own presets"), (BLUE, "o", "published methods, in hfkvq"))
-    kinds += ((GREY, "x", "other methods, simulated"),)
+    if any(row.get("simulated") for row in found):
+        kinds += ((GREY, "x", "other methods, simulated"),)
     handles = [Line2D([], [], color=color, marker=mark, linestyle="none", label=label) for color, mark, label in kinds]
     hollow = {"color": BLACK, "marker": "o", "markerfacecolor": "white", "linestyle": "none"}
     handles.append(Line2D([], [], **hollow, label="hollow: options have changed since"))
