@@ -1,7 +1,6 @@
-"""SmolLM2's table in docs/results.md and its picture, from what `hfkvq kld` wrote.
+"""SmolLM2's table in docs/results.md, and pictures of SmolLM2 and Qwen2.5, from what `hfkvq kld` wrote.
 
-`evals/docs.py --write` writes them. Reads results/kld-smollm2-*-h200.json; where two files have a row, the newer
-one's counts.
+`evals/docs.py --write` writes them. Reads the files in `FILES`, of which the newest row of a cache counts, and `QWEN_16K`.
 """
 
 from __future__ import annotations
