@@ -1,6 +1,6 @@
 """SmolLM2's table in docs/results.md, and pictures of SmolLM2 and Qwen2.5, from what `hfkvq kld` wrote.
 
-`evals/docs.py --write` writes them. Reads the files in `FILES`, of which the newest row of a cache counts, and `QWEN_16K`.
+`evals/docs.py --write` writes them, from the files in `FILES`, where the newest row of a cache counts, and `QWEN_16K`.
 """
 
 from __future__ import annotations
