@@ -48,6 +48,6 @@ def test_variants_of_a_format():
     assert [kernel for _, kernel, _ in configs.ANSWERS] == ["decode"]
     assert {each.kernel.__name__ for each in wanted} == {"decode_kernel", "merge_kernel"}
     prompt = Shape(1, 160, 2, 1, 32, "float16", queries=20)
-    assert not list(kernel_cases.attending("int4", prompt, CPU)), "their pages are dequantized by a kernel of the launch"
+    assert not list(kernel_cases.attending("int4", prompt, CPU)), "a launch compiles what dequantizes pages"
     stored = {each.kernel.__name__ for each in kernel_cases.storing("int4", prompt, CPU)}
     assert {"seal_token_kernel", "advance_kernel"} <= stored
