@@ -201,8 +201,8 @@ def relaid(
         reader = Reader(before, side, changes.get(side), kept)
         fmt, run, tail = own.formats[0], buffer.runs[0], buffer.windows[2 + at]
         parts, local, held = (run.keys, run.values)[at], max(own.local, hold), reader.view.table
-        # In f32 a page of each row is dequantized, scaled and shifted, or turned and rounded.
-        work = max(16, 4 * tail.itemsize) * state.batch * tail.shape[1] * page * tail.shape[3]
+        # A page of each row, as `relaid_scratch` counts it.
+        work = 4 * COPIES * state.batch * tail.shape[1] * page * tail.shape[3]
         chunk = max(1, min(MOST // page, most // work)) if work else 1
         if side in changes:
             counters[RUNS + at] = sealed = tokens_due_by_row(rest, 0, local, own.unit)
