@@ -104,6 +104,6 @@ def test_calibrate_then_allocate(tmp_path, monkeypatch):
     done = invoke("allocate", str(found), "--budget", "2.7", "--out", str(table), app=app)
     assert done.exit_code == 0, done.output
     model, tokenizer = load_reference(torch.float32)
-    # What the call repeats to the letter gets the bits.
+    # Words that the call repeats to the letter get the bits.
     assert BitTable.load(table).bits[USER] == 4
     assert dict(TriAxialCache(model, tokenizer, table=table).scheme.table).keys() == sensitivity.counts.keys()

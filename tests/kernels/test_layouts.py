@@ -1,4 +1,4 @@
-"""What compilers make of kernels, which no interpreter shows: where tiles stand in registers, and what is spilled."""
+"""Compiled kernels, as no interpreter shows them: where tiles stand in registers, and how much is spilled."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def printed(program, *arguments, folder):
 
 
 def test_weights_stand_where_digits_want_them(tmp_path):
-    """Of sixteen tokens lane (g, t) has numbers 2 g and 2 g + 1 of query t, one behind the other in its registers."""
+    """Lane (g, t) of sixteen tokens has numbers 2 g and 2 g + 1 of query t, one behind the other in its registers."""
     program = "form = StoreFormat.parse(sys.argv[1])\n"
     program += "each = next(decode_wanted(form, 8, 32, 128, 128, torch.bfloat16, device))\n"
     program += "print(each.kernel.warmup(*each.arguments, grid=(1,), **each.constants).asm['ttgir'])"

@@ -45,7 +45,7 @@ class CallInterceptor:
         self._adapters: list[weakref.ref[Any]] = []
         # Steps that have been captured: all that they launch is loaded.
         self.captured: set[Any] = set()
-        # Whether any of them makes numbers on the device; see `hfkvq.caches.base.capture.NumbersOnDevice`.
+        # Captured steps make numbers on the device where this is set; see `hfkvq.caches.base.capture.NumbersOnDevice`.
         self.makes_numbers = False
         # Modules that run fused while a step is recorded: a `hfkvq.caches.fused_modules.Fusion`.
         self.fusion: Any = None
