@@ -13,6 +13,8 @@ from .base import Entry, Layout, Scheme, SideLayout, knob, rotation_block
 _BEST = {"boost_ratio": 0.25, "score": "q_error", "fit": 4, "rotate_values": True, "key_local_length": 128}
 # Layer 19 of SmolLM2's 30 loses nearly as much as all others together: it has 4 bits.
 _HEAVY = {"wide_from": 0.6, "wide_to": 0.63, "wide_keys_from": 0.6, "wide_keys_to": 0.63}
+# The presets of fewest bits are for the longest contexts, where whole tokens cost least.
+_LONG = {"sink_length": 128, "local_length": 256, "key_local_length": 256, "trellis_values": True}
 _BY_QUERIES = ("qk_abs", "q_error")
 
 
@@ -85,12 +87,12 @@ class Kitty(Scheme):
         ),
         "best-2.0": Entry(
             "Our own preset for less memory than best-2.5: its keys, and values in trellis codes of 1 bit.",
-            {**_BEST, **_HEAVY, "trellis_values": True, "narrow_to": 0.93},
+            {**_BEST, **_HEAVY, **_LONG, "narrow_to": 0.93},
             ("kld", "fit"),
         ),
         "best-1.5": Entry(
             "Our own preset for the least memory: trellis codes of 1 bit, and of 3 for a quarter of the key channels.",
-            {**_BEST, **_HEAVY, "key_bits": 1, "trellis_values": True, "narrow_to": 1.0},
+            {**_BEST, **_HEAVY, **_LONG, "key_bits": 1, "narrow_to": 1.0},
             ("kld", "fit"),
         ),
         "best-2.8": Entry(
