@@ -1,35 +1,42 @@
-"""Conversations in every format, each piece with its tag, written out by hand."""
+"""Conversations in every format, tagged by hand."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt in pieces.
+    """A prompt, message by message.
 
     Attributes:
         name: For the test's id.
         family: Which tokenizer of `chats.TOKENS` reads it.
-        pieces: Text and tag; "current delim" is short for "current|text|delim".
+        messages: Age, and text; «user:text» is the user's, «image user:text» an image of the user's, and what is in no
+            such brackets a delimiter.
         template: Markers that the chat template holds, where they are no tokens.
     """
 
     name: str
     family: str
-    pieces: list[tuple[str, str]]
+    messages: list[tuple[str, str]]
     template: str = ""
+
+    @property
+    def pieces(self) -> list[tuple[str, str]]:
+        """Text and full name of its tag."""
+        found = []
+        for age, message in self.messages:
+            for text in re.split("(«.*?»)", message, flags=re.DOTALL):
+                tag, text = text[1:-1].split(":", 1) if text.startswith("«") else ("delim", text)
+                kind, semantic = tag.split() if " " in tag else ("text", tag)
+                found.append((text, f"{age}|{kind}|{semantic}"))
+        return found
 
     @property
     def text(self) -> str:
         return "".join(text for text, _ in self.pieces)
-
-
-def spell(short: str) -> str:
-    """Full name of a tag: "older delim" is "older|text|delim"."""
-    parts = short.split()
-    return short if len(parts) == 1 else "|".join([parts[0], *([] if len(parts) == 3 else ["text"]), *parts[1:]])
 
 
 SAMPLES = [
@@ -37,233 +44,171 @@ SAMPLES = [
         "qwen3-five-turns",
         "qwen3",
         [
-            ("<|im_start|>system\n", "older delim"),
-            ("Be brief.", "older inst"),
-            ("<|im_end|>\n", "older delim"),
-            ("<|im_start|>user\n", "older delim"),
-            ("One", "older user"),
-            ("<|im_end|>\n<|im_start|>assistant\n", "older delim"),
-            ("1", "older assistant"),
-            ("<|im_end|>\n", "older delim"),
-            ("<|im_start|>user\n", "older delim"),
-            ("Two", "older user"),
-            ("<|im_end|>\n<|im_start|>assistant\n", "older delim"),
-            ("2", "older assistant"),
-            ("<|im_end|>\n", "older delim"),
-            ("<|im_start|>user\n", "turn_m2 delim"),
-            ("Sky?", "turn_m2 user"),
-            ("<|im_end|>\n<|im_start|>assistant\n", "turn_m2 delim"),
-            ("I look.\n", "turn_m2 assistant"),
-            ("<tool_call>\n", "turn_m2 delim"),
-            ('{"name": "sky", "arguments": {"at": "Bonn"}}\n', "turn_m2 tool_call"),
-            ("</tool_call><|im_end|>\n", "turn_m2 delim"),
+            ("older", "<|im_start|>system\n«inst:Be brief.»<|im_end|>\n"),
+            ("older", "<|im_start|>user\n«user:One»<|im_end|>\n"),
+            ("older", "<|im_start|>assistant\n«assistant:1»<|im_end|>\n"),
+            ("older", "<|im_start|>user\n«user:Two»<|im_end|>\n"),
+            ("older", "<|im_start|>assistant\n«assistant:2»<|im_end|>\n"),
+            ("turn_m2", "<|im_start|>user\n«user:Sky?»<|im_end|>\n"),
+            (
+                "turn_m2",
+                '<|im_start|>assistant\n«assistant:Hm.\n»<tool_call>\n«tool_call:{"name": "sky"}\n»</tool_call>'
+                "<|im_end|>\n",
+            ),
             # Results come as a user's message, and begin no turn.
-            ("<|im_start|>user\n<tool_response>\n", "turn_m2 delim"),
-            ("grey\n", "turn_m2 obs"),
-            ("</tool_response>\n<tool_response>\n", "turn_m2 delim"),
-            ("rain\n", "turn_m2 obs"),
-            ("</tool_response><|im_end|>\n<|im_start|>assistant\n", "turn_m2 delim"),
-            ("Rain.", "turn_m2 assistant"),
-            ("<|im_end|>\n", "turn_m2 delim"),
-            ("<|im_start|>user\n", "turn_m1 delim"),
-            ("Ah", "turn_m1 user"),
-            ("<|im_end|>\n<|im_start|>assistant\n", "turn_m1 delim"),
-            ("Yes", "turn_m1 assistant"),
-            ("<|im_end|>\n", "turn_m1 delim"),
-            ("<|im_start|>user\n", "current delim"),
-            ("Why?", "current user"),
-            ("<|im_end|>\n<|im_start|>assistant\n<think>\n", "current delim"),
-            ("Clouds.\n", "current reasoning"),
-            ("</think>\n\n", "current delim"),
-            ("Water.", "current assistant"),
-            ("<|im_end|>\n", "current delim"),
+            (
+                "turn_m2",
+                "<|im_start|>user\n<tool_response>\n«obs:grey\n»</tool_response>\n<tool_response>\n«obs:rain\n»"
+                "</tool_response><|im_end|>\n",
+            ),
+            ("turn_m2", "<|im_start|>assistant\n«assistant:Rain.»<|im_end|>\n"),
+            ("turn_m1", "<|im_start|>user\n«user:Ah»<|im_end|>\n"),
+            ("turn_m1", "<|im_start|>assistant\n«assistant:Yes»<|im_end|>\n"),
+            ("current", "<|im_start|>user\n«user:Why?»<|im_end|>\n"),
+            ("current", "<|im_start|>assistant\n<think>\n«reasoning:Air.\n»</think>\n\n«assistant:Water.»<|im_end|>\n"),
         ],
     ),
     Sample(
         "qwen3-tools-and-typed-markers",
         "qwen3",
         [
-            ("<|im_start|>system\n", "older delim"),
             # The prompt explains calls with their own markers.
             (
-                "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with "
-                "function signatures within <tools></tools> XML tags:\n<tools>\n"
-                '{"type": "function", "function": {"name": "sky", "parameters": {}}}\n</tools>\n\n'
-                "For each function call, return a json object with function name and arguments within "
-                "<tool_call></tool_call> XML tags:\n<tool_call>\n"
-                '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
-                "older inst",
+                "older",
+                '<|im_start|>system\n«inst:# Tools\n\n<tools>\n{"name": "sky"}\n</tools>\n\nCalls go within '
+                '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>}\n</tool_call>»<|im_end|>\n',
             ),
-            ("<|im_end|>\n", "older delim"),
-            ("<|im_start|>user\n", "current delim"),
-            ("What do <think> and <tool_call> or a <tool_response> mean?", "current user"),
-            ("<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", "current delim"),
+            ("current", "<|im_start|>user\n«user:What are <think>, <tool_call>, <tool_response>?»<|im_end|>\n"),
+            ("current", "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
         ],
     ),
     Sample(
         "llama3.1-json-call",
         "llama3",
         [
-            ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n", "older delim"),
-            ("Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\nBe brief.", "older inst"),
-            ("<|eot_id|>", "older delim"),
-            ("<|start_header_id|>user<|end_header_id|>\n\n", "turn_m1 delim"),
-            ("Sky?", "turn_m1 user"),
-            ("<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", "turn_m1 delim"),
-            ('{"name": "sky", "parameters": {"at": "Bonn"}}', "turn_m1 tool_call"),
-            ("<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n", "turn_m1 delim"),
-            ('"grey"', "turn_m1 obs"),
-            ("<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", "turn_m1 delim"),
+            ("older", "<|begin_of_text|>"),
+            (
+                "older",
+                "<|start_header_id|>system<|end_header_id|>\n\n«inst:Today Date: 26 Jul 2024\n\nBe brief.»<|eot_id|>",
+            ),
+            ("turn_m1", "<|start_header_id|>user<|end_header_id|>\n\n«user:Sky?»<|eot_id|>"),
+            (
+                "turn_m1",
+                '<|start_header_id|>assistant<|end_header_id|>\n\n«tool_call:{"name": "sky", "parameters": {}}»'
+                "<|eot_id|>",
+            ),
+            ("turn_m1", '<|start_header_id|>ipython<|end_header_id|>\n\n«obs:"grey"»<|eot_id|>'),
             # Braces alone make no call.
-            ('{"sky": "grey"}', "turn_m1 assistant"),
-            ("<|eot_id|>", "turn_m1 delim"),
-            ("<|start_header_id|>user<|end_header_id|>\n\n", "current delim"),
-            ('{"name": "Ann"}', "current user"),
-            ("<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", "current delim"),
+            ("turn_m1", '<|start_header_id|>assistant<|end_header_id|>\n\n«assistant:{"sky": "grey"}»<|eot_id|>'),
+            ("current", '<|start_header_id|>user<|end_header_id|>\n\n«user:{"name": "Ann"}»<|eot_id|>'),
+            ("current", "<|start_header_id|>assistant<|end_header_id|>\n\n"),
         ],
     ),
     Sample(
         "llama3.1-python-tag",
         "llama3",
         [
-            ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n", "older delim"),
+            ("older", "<|begin_of_text|>"),
             (
-                "Environment: ipython\nTools: search\n\n"
-                "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n",
-                "older inst",
+                "older",
+                "<|start_header_id|>system<|end_header_id|>\n\n«inst:Environment: ipython\nTools: sky\n\n»<|eot_id|>",
             ),
-            ("<|eot_id|>", "older delim"),
-            ("<|start_header_id|>user<|end_header_id|>\n\n", "current delim"),
-            ("Sky?", "current user"),
-            ("<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n<|python_tag|>", "current delim"),
-            ('search.call(q="sky")', "current tool_call"),
-            ("<|eom_id|><|start_header_id|>ipython<|end_header_id|>\n\n", "current delim"),
-            ('"grey"', "current obs"),
-            ("<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", "current delim"),
+            ("current", "<|start_header_id|>user<|end_header_id|>\n\n«user:Sky?»<|eot_id|>"),
+            (
+                "current",
+                "<|start_header_id|>assistant<|end_header_id|>\n\n<|python_tag|>«tool_call:sky.call()»<|eom_id|>",
+            ),
+            ("current", '<|start_header_id|>ipython<|end_header_id|>\n\n«obs:"grey"»<|eot_id|>'),
+            ("current", "<|start_header_id|>assistant<|end_header_id|>\n\n"),
         ],
     ),
     Sample(
         "gemma3",
         "gemma3",
         [
-            ("<bos>", "older delim"),
-            ("<start_of_turn>user\n", "turn_m1 delim"),
+            ("older", "<bos>"),
             # There is no system role: what the template puts before the first question counts to it.
-            ("Be brief.\n\nHi", "turn_m1 user"),
-            ("<end_of_turn>\n<start_of_turn>model\n", "turn_m1 delim"),
-            ("Ho", "turn_m1 assistant"),
-            ("<end_of_turn>\n", "turn_m1 delim"),
-            ("<start_of_turn>user\n", "current delim"),
-            ("<start_of_image>", "current image user"),
-            ("What?", "current user"),
-            ("<end_of_turn>\n<start_of_turn>model\n", "current delim"),
+            ("turn_m1", "<start_of_turn>user\n«user:Be brief.\n\nHi»<end_of_turn>\n"),
+            ("turn_m1", "<start_of_turn>model\n«assistant:Ho»<end_of_turn>\n"),
+            ("current", "<start_of_turn>user\n«image user:<start_of_image>»«user:What?»<end_of_turn>\n"),
+            ("current", "<start_of_turn>model\n"),
         ],
     ),
     Sample(
         "gpt-oss",
         "gptoss",
         [
-            ("<|start|>system<|message|>", "older delim"),
-            ("You are ChatGPT.", "older inst"),
-            ("<|end|>", "older delim"),
-            ("<|start|>developer<|message|>", "older delim"),
-            ("# Instructions\n\nBe brief.\n\n# Tools\n\n## functions\n\n", "older inst"),
-            ("namespace functions {\n\n// Looks up.\ntype sky = () => any;\n\n} // namespace functions", "older inst"),
-            ("<|end|>", "older delim"),
-            ("<|start|>user<|message|>", "turn_m1 delim"),
-            ("Hi", "turn_m1 user"),
-            ("<|end|><|start|>assistant<|channel|>final<|message|>", "turn_m1 delim"),
-            ("Ho", "turn_m1 assistant"),
-            ("<|end|>", "turn_m1 delim"),
-            ("<|start|>user<|message|>", "current delim"),
-            ("Sky?", "current user"),
-            ("<|end|><|start|>assistant<|channel|>analysis<|message|>", "current delim"),
-            ("Look up.", "current reasoning"),
-            ("<|end|><|start|>assistant to=functions.sky<|channel|>commentary json<|message|>", "current delim"),
-            ('{"at": "Bonn"}', "current tool_call"),
-            ("<|call|><|start|>functions.sky to=assistant<|channel|>commentary<|message|>", "current delim"),
-            ('"grey"', "current obs"),
-            ("<|end|><|start|>assistant", "current delim"),
+            ("older", "<|start|>system<|message|>«inst:You are ChatGPT.»<|end|>"),
+            (
+                "older",
+                "<|start|>developer<|message|>«inst:# Tools\n\nnamespace functions {\n\ntype sky = () => any;\n\n}»"
+                "<|end|>",
+            ),
+            ("turn_m1", "<|start|>user<|message|>«user:Hi»<|end|>"),
+            ("turn_m1", "<|start|>assistant<|channel|>final<|message|>«assistant:Ho»<|end|>"),
+            ("current", "<|start|>user<|message|>«user:Sky?»<|end|>"),
+            ("current", "<|start|>assistant<|channel|>analysis<|message|>«reasoning:Look up.»<|end|>"),
+            (
+                "current",
+                "<|start|>assistant to=functions.sky<|channel|>commentary json<|message|>«tool_call:{}»<|call|>",
+            ),
+            ("current", '<|start|>functions.sky to=assistant<|channel|>commentary<|message|>«obs:"grey"»<|end|>'),
+            ("current", "<|start|>assistant"),
         ],
     ),
     Sample(
         "glm4.5",
         "glm4moe",
         [
-            ("[gMASK]<sop><|system|>\n", "older delim"),
-            ("Be brief.", "older inst"),
-            ("<|user|>\n", "turn_m1 delim"),
-            ("Hi", "turn_m1 user"),
-            ("<|assistant|>\n<think></think>\n", "turn_m1 delim"),
-            ("Ho", "turn_m1 assistant"),
-            ("<|user|>\n", "current delim"),
-            ("Sky?", "current user"),
-            ("<|assistant|>\n<think>", "current delim"),
-            ("Look", "current reasoning"),
-            ("</think>\n<tool_call>", "current delim"),
-            ("sky\n<arg_key>at</arg_key>\n<arg_value>Bonn</arg_value>\n", "current tool_call"),
-            ("</tool_call><|observation|>\n<tool_response>\n", "current delim"),
-            ("grey\n", "current obs"),
-            ("</tool_response><|assistant|>", "current delim"),
+            ("older", "[gMASK]<sop>"),
+            ("older", "<|system|>\n«inst:Be brief.»"),
+            ("turn_m1", "<|user|>\n«user:Hi»"),
+            ("turn_m1", "<|assistant|>\n<think></think>\n«assistant:Ho»"),
+            ("current", "<|user|>\n«user:Sky?»"),
+            (
+                "current",
+                "<|assistant|>\n<think>«reasoning:Look»</think>\n<tool_call>«tool_call:sky\n<arg_key>at</arg_key>\n»"
+                "</tool_call>",
+            ),
+            ("current", "<|observation|>\n<tool_response>\n«obs:grey\n»</tool_response>"),
+            ("current", "<|assistant|>"),
         ],
     ),
     Sample(
         "mistral-v3",
         "mistral",
         [
-            ("<s>", "older delim"),
-            ("[AVAILABLE_TOOLS]", "older delim"),
-            (' [{"name": "sky"}]', "older inst"),
-            ("[/AVAILABLE_TOOLS]", "older delim"),
-            ("[INST]", "turn_m1 delim"),
-            (" Sky?", "turn_m1 user"),
-            ("[/INST][TOOL_CALLS]", "turn_m1 delim"),
-            (' [{"name": "sky"}]', "turn_m1 tool_call"),
-            ("</s>[TOOL_RESULTS]", "turn_m1 delim"),
-            (' {"content": "grey"}', "turn_m1 obs"),
-            ("[/TOOL_RESULTS]", "turn_m1 delim"),
-            (" Grey.", "turn_m1 assistant"),
-            ("</s>", "turn_m1 delim"),
-            ("[INST]", "current delim"),
-            (" Ah", "current user"),
-            ("[/INST]", "current delim"),
+            ("older", "<s>"),
+            ("older", '[AVAILABLE_TOOLS]«inst: [{"name": "sky"}]»[/AVAILABLE_TOOLS]'),
+            ("turn_m1", "[INST]«user: Sky?»"),
+            ("turn_m1", '[/INST][TOOL_CALLS]«tool_call: [{"name": "sky"}]»</s>'),
+            ("turn_m1", '[TOOL_RESULTS]«obs: {"content": "grey"}»[/TOOL_RESULTS]«assistant: Grey.»</s>'),
+            ("current", "[INST]«user: Ah»"),
+            ("current", "[/INST]"),
         ],
     ),
     Sample(
         "mistral-v13",
         "mistral",
         [
-            ("<s>[SYSTEM_PROMPT]", "older delim"),
-            ("Be brief.", "older inst"),
-            ("[/SYSTEM_PROMPT]", "older delim"),
-            ("[INST]", "current delim"),
-            ("See", "current user"),
-            ("[IMG][IMG][IMG_BREAK][IMG][IMG][IMG_END]", "current image user"),
-            ("[/INST][THINK]", "current delim"),
-            ("Hm", "current reasoning"),
-            ("[/THINK][TOOL_CALLS]", "current delim"),
-            ("f", "current tool_call"),
-            ("[ARGS]", "current delim"),
-            ("{}", "current tool_call"),
-            ("[TOOL_CALLS]", "current delim"),
-            ("g", "current tool_call"),
-            ("</s>", "current delim"),
+            ("older", "<s>[SYSTEM_PROMPT]«inst:Be brief.»[/SYSTEM_PROMPT]"),
+            ("current", "[INST]«user:See»«image user:[IMG][IMG][IMG_BREAK][IMG][IMG][IMG_END]»"),
+            (
+                "current",
+                "[/INST][THINK]«reasoning:Hm»[/THINK][TOOL_CALLS]«tool_call:f»[ARGS]«tool_call:{}»[TOOL_CALLS]"
+                "«tool_call:g»</s>",
+            ),
         ],
     ),
     Sample(
         "falcon3-markers-as-text",
         "falcon3",
         [
-            ("<|system|>\n", "older delim"),
-            ("Be brief.\n", "older inst"),
-            ("<|user|>\n", "turn_m1 delim"),
-            ("Is <| a pipe?\n", "turn_m1 user"),
-            ("<|assistant|>\n", "turn_m1 delim"),
-            ("Yes", "turn_m1 assistant"),
-            ("<|endoftext|>\n", "turn_m1 delim"),
-            ("<|user|>\n", "current delim"),
-            ("Ah\n", "current user"),
-            ("<|assistant|>\n", "current delim"),
+            ("older", "<|system|>\n«inst:Be brief.\n»"),
+            ("turn_m1", "<|user|>\n«user:Is <| a pipe?\n»"),
+            ("turn_m1", "<|assistant|>\n«assistant:Yes»<|endoftext|>\n"),
+            ("current", "<|user|>\n«user:Ah\n»"),
+            ("current", "<|assistant|>\n"),
         ],
         "<|user|><|assistant|>",
     ),
@@ -271,39 +216,30 @@ SAMPLES = [
         "phi3.5",
         "phi3_5",
         [
-            ("<|system|>\n", "older delim"),
-            ("Be brief.", "older inst"),
-            ("<|end|>\n", "older delim"),
-            ("<|user|>\n", "turn_m1 delim"),
-            ("Hi", "turn_m1 user"),
-            ("<|end|>\n<|assistant|>\n", "turn_m1 delim"),
-            ("Ho", "turn_m1 assistant"),
-            ("<|end|>\n", "turn_m1 delim"),
-            ("<|user|>\n", "current delim"),
-            ("Oh", "current user"),
-            ("<|end|>\n<|assistant|>\n", "current delim"),
+            ("older", "<|system|>\n«inst:Be brief.»<|end|>\n"),
+            ("turn_m1", "<|user|>\n«user:Hi»<|end|>\n"),
+            ("turn_m1", "<|assistant|>\n«assistant:Ho»<|end|>\n"),
+            ("current", "<|user|>\n«user:Oh»<|end|>\n"),
+            ("current", "<|assistant|>\n"),
         ],
     ),
     Sample(
         "deepseek-v3",
         "deepseekv3",
         [
-            ("<｜begin▁of▁sentence｜>", "older delim"),
             # The system's text has no header.
-            ("Be brief.", "older inst"),
-            ("<｜User｜>", "current delim"),
-            ("Sky?", "current user"),
-            ("<｜Assistant｜>", "current delim"),
-            ("I look.", "current assistant"),
-            ("<｜tool▁calls▁begin｜>", "current delim"),
+            ("older", "<｜begin▁of▁sentence｜>«inst:Be brief.»"),
+            ("current", "<｜User｜>«user:Sky?»"),
+            ("current", "<｜Assistant｜>«assistant:I look.»"),
             (
-                '<｜tool▁call▁begin｜>function<｜tool▁sep｜>sky\n```json\n{"at": "Bonn"}\n```<｜tool▁call▁end｜>',
-                "current tool_call",
+                "current",
+                "<｜tool▁calls▁begin｜>«tool_call:<｜tool▁call▁begin｜>function<｜tool▁sep｜>sky\n```json\n{}\n```"
+                "<｜tool▁call▁end｜>»<｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
             ),
-            ("<｜tool▁calls▁end｜><｜end▁of▁sentence｜>", "current delim"),
-            ("<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>", "current delim"),
-            ("grey", "current obs"),
-            ("<｜tool▁output▁end｜><｜tool▁outputs▁end｜>", "current delim"),
+            (
+                "current",
+                "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>«obs:grey»<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
+            ),
         ],
     ),
 ]

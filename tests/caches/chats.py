@@ -1,12 +1,9 @@
-"""Small tokenizers with real markers, and conversations whose tags are written out by hand."""
+"""Small tokenizers with real markers."""
 
 from __future__ import annotations
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-
-from hfkvq.caches.tags import TAGS
-from tests.caches.chat_samples import Sample, spell
 
 _VISION = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 _BRACKETS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
@@ -105,22 +102,3 @@ def byte_tokenizer(
         extra_special_tokens=named or {},
         clean_up_tokenization_spaces=False,
     )
-
-
-# A tokenizer that merges where it can: roles with their newline, newlines, brackets with what follows.
-MERGES = ("user\n", "assistant\n", "system\n", "\n\n", ">\n", '{"', "<tool", "</tool", "_response>\n", "ab", "ce")
-
-
-def encode(tokenizer, text):
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-def names(tags) -> list[str]:
-    return [TAGS[tag] for tag in tags.tolist()]
-
-
-def expected(sample: Sample, tokenizer) -> tuple[list[int], list[str]]:
-    """Ids, and by hand the tag of each: a token belongs to the piece in which it begins."""
-    made = tokenizer(sample.text, add_special_tokens=False, return_offsets_mapping=True)
-    letters = [spell(tag) for text, tag in sample.pieces for _ in text]
-    return made["input_ids"], [letters[begin] for begin, _ in made["offset_mapping"]]
