@@ -21,7 +21,7 @@ from tests.caches.driver import (
     stored,
     unit,
 )
-from tests.caches.models import build, config, prompt
+from tests.caches.models import build, config
 from tests.caches.test_contract import CASES_OF_FAMILIES
 
 
@@ -274,14 +274,6 @@ def test_failed_construction_leaves_the_config_alone():
         with pytest.raises(ValueError, match="got"):
             MixedKVCache(model, **bad)
         assert model.config._attn_implementation == "sdpa"
-
-
-def test_generate_beyond_the_capacity():
-    model = build("llama")
-    cache = MixedKVCache(model, "full", max_cache_len=45)
-    with pytest.raises(ValueError, match=r"max_cache_len: 45 tokens and 1 new ones exceed the capacity of 45; make"):
-        model.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=20, do_sample=False)
-    assert [layer.get_seq_length() for layer in cache.layers] == [45, 45]
 
 
 # Cropping.

@@ -13,7 +13,6 @@ from hfkvq import ARKVCache
 from hfkvq.caches.eviction.tier_evictor import TierEvictor
 from hfkvq.caches.layers.build import group_layers
 from hfkvq.caches.schemes import Arkv
-from hfkvq.caches.store import kvstore
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH
 from tests.caches.driver import DIM, HEADS, SHARE, assert_close, make
@@ -184,24 +183,6 @@ def test_what_moves_before_tiers_are_final():
         # A step moves the window of 8 on.
         newest = keys[:, :, -7:]
         assert torch.equal(held[:, :, 83:90].to(newest.dtype), newest)
-
-
-def test_no_memory_leaves_the_prompt_staged(monkeypatch):
-    layers = layers_of({}, 1)
-
-    def fails(*args):
-        raise torch.OutOfMemoryError("none left")
-
-    queries, keys, values = tensors(0, 1, 90, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(kvstore, "write_pages", fails)
-        with pytest.raises(torch.OutOfMemoryError):
-            forward(layers[0], queries, keys, values)
-    assert layers[0].staged_length == 90
-    assert torch.equal(layers[0].staged[0], keys)
-    assert layers[0].store.longest == 0
-    forward(layers[0], *tensors(0, 1, 1, 2))
-    assert torch.equal(layers[0].dense("keys")[:, :, 83:90], keys[:, :, 83:])
 
 
 def test_prompts_of_models_are_not_trimmed(monkeypatch):

@@ -71,9 +71,6 @@ def same(a, b):
     return all(x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in pairs)
 
 
-KINDS = ("kitty-pro", "saw-int4", "triaxial", "arkv", "snapkv")
-
-
 def test_a_step_that_fails_before_it_seals(model, monkeypatch):
     """What was due with it is sealed later, and is not taken to be sealed."""
     whole = filled(model, "kivi", 120)

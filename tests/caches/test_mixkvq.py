@@ -162,25 +162,6 @@ def test_values_take_the_largest_group_that_fits(dim, group):
 # What is stored.
 
 
-def test_page_by_hand():
-    """One page: steps of a third of the range, of a fifteenth, and none; a constant channel is exact in 2 bits."""
-    scheme = MixKVQ(salience="raw", page_size=8, group_size=8, sink_length=0, **TAUS)
-    keys = torch.full((1, 1, 8, 32), 0.3)
-    ramp = torch.arange(8.0)
-    keys[0, 0, :, 3], keys[0, 0, :, 4], keys[0, 0, :, 5] = ramp, ramp * 0.75, ramp * 0.3
-    # A = 7/3, 1.75, 0.7
-    layer = make(scheme)
-    feed_as_is(layer, [Row(torch.ones(1, 8, 32), keys[0], keys[0])], [8])
-    dense = layer.dense("keys")[0, 0]
-    assert torch.equal(dense[:, 3], ramp)
-    step = float(torch.tensor(5.25 / 15).half())
-    assert dense[:, 4].tolist() == pytest.approx([step * code for code in (0, 2, 4, 6, 9, 11, 13, 15)], abs=1e-6)
-    step = float(torch.tensor(2.1 / 3, dtype=torch.float32).half())
-    assert dense[:, 5].tolist() == pytest.approx([step * code for code in (0, 0, 1, 1, 2, 2, 3, 3)], abs=1e-3)
-    # 0.3 as the page's zero has it.
-    assert (dense[:, :3] == torch.tensor(0.3).half().float()).all()
-
-
 def weighted(own, seed):
     """The same row with queries whose channels differ."""
     generator = torch.Generator().manual_seed(seed)
@@ -277,23 +258,3 @@ def test_bad_knobs(knobs, message):
 
 
 # On other devices.
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("salience", ["raw_logit", "raw", "error_only"])
-@pytest.mark.parametrize("select", ["fractions", "thresholds"])
-def test_the_gpu_chooses_the_same_and_waits_for_nothing(salience, select):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    own = row(1, 16 * 64, heads=4, dim=128)
-    keys = own.keys.unflatten(1, (64, 16))[None].bfloat16()
-    q_abs = torch.rand(1, 4, 128) * torch.randn(1, 4, 128).exp()
-    scheme = MixKVQ(select=select, salience=salience, tau_bf16=0.63, tau_int4=0.41)
-    expected = widths(scheme, keys, q_abs)
-    on_gpu = [x.cuda() for x in (keys, q_abs)]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        bits = widths(scheme, *on_gpu)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(bits.cpu(), expected)

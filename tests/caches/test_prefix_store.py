@@ -16,7 +16,6 @@ from tests.caches.driver import small
 from tests.caches.models import build, prompt
 from tests.caches.test_saved import ByAge, filled
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 PLAIN = get_scheme("int4", page_size=16, sink_length=0)
 """Without windows: every border of pages is matched."""
 

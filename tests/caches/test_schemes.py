@@ -107,24 +107,6 @@ def test_kitty_raises_channels_at_random():
     assert scheme.limits(32, 32) == Kitty(boost_ratio=0.25, page_size=8).limits(32, 32)
 
 
-def test_kitty_page_by_hand():
-    """One page: codes of a raised channel have 15 steps, of the others 3."""
-    scheme = Kitty(boost_ratio=0.5, sink_length=0, local_length=0, page_size=8)
-    ramp = torch.arange(8.0)
-    keys = torch.zeros(1, 1, 8, 2)
-    # Channel 0: 0..7 in 3 steps of 7/3 (as f16). Channel 1: 30 * that in 15 steps of 14.
-    keys[0, 0, :, 0] = ramp
-    keys[0, 0, :, 1] = 30 * ramp
-    layer = make(scheme)
-    forward(layer, torch.zeros(1, 1, 8, 2), keys, keys.clone())
-    dense = layer.dense("keys")[0, 0]
-    step = float(torch.tensor(7 / 3).half())
-    # 0/2.333 .. 7/2.333 = 0, .43, .86, 1.29, 1.71, 2.14, 2.57, 3, rounded half up.
-    assert dense[:, 0].tolist() == pytest.approx([step * code for code in (0, 0, 1, 1, 2, 2, 3, 3)])
-    # 30 x / 14 = 0, 2.14, 4.29, 6.43, 8.57, 10.7, 12.9, 15.
-    assert dense[:, 1].tolist() == [14.0 * code for code in (0, 2, 4, 6, 9, 11, 13, 15)]
-
-
 def test_kitty_page_follows_its_score():
     """What is stored is raised by the score that was asked for."""
     scheme = Kitty(boost_ratio=0.125, score="qk_abs", sink_length=0, local_length=0, page_size=16)
@@ -143,23 +125,6 @@ def test_kitty_page_follows_its_score():
 
 
 # KIVI.
-
-
-def test_kivi_groups_by_hand():
-    """Keys: each channel of 8 tokens has its scale. Values: each 8 channels of a token."""
-    layer = make(Kivi(group_size=8, local_length=16))
-    keys, values = torch.zeros(1, 1, 40, 16), torch.zeros(1, 1, 40, 16)
-    # Channel 3 jumps from 0..7 to 100..107 at token 8: with a common scale the ramp would be lost.
-    keys[0, 0, :8, 3], keys[0, 0, 8:16, 3] = torch.arange(8.0), 100 + torch.arange(8.0)
-    values[0, 0, 5, :8], values[0, 0, 5, 8:] = torch.arange(8.0), 100 + torch.arange(8.0)
-    forward(layer, torch.zeros(1, 1, 40, 16), keys, values)
-    step = float(torch.tensor(7 / 3).half())
-    ramp = [step * code for code in (0, 0, 1, 1, 2, 2, 3, 3)]
-    expected = ramp + [100 + x for x in ramp]
-    assert layer.dense("keys")[0, 0, :16, 3].tolist() == pytest.approx(expected, abs=1e-5)
-    assert layer.dense("values")[0, 0, 5].tolist() == pytest.approx(expected, abs=1e-5)
-    # Algorithm 1: keys in blocks of R = 16, values all but the newest R.
-    assert layer.store.counters[2:, 0].tolist() == [32, 24]
 
 
 def test_kivi_rotates_keys_before_it_groups_them():

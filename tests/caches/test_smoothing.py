@@ -72,9 +72,6 @@ def model(request):
     return made
 
 
-SCHEMES = ["saw-int4", "int4", "arkv"]
-
-
 def test_every_way_to_a_cache(model):
     """Growing, of fixed capacity, shown the model later, intercepted: the same vectors and bits."""
     ids = prompt(2, 60)

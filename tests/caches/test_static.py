@@ -40,20 +40,6 @@ def padded(rows, length):
     return ids, mask
 
 
-def run(model, forward, cache, steps, ids, mask):
-    """Greedy tokens, and the cache, after a prompt and so many steps through ``forward``."""
-    places = (mask.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        logits = model(ids, attention_mask=mask, position_ids=places, past_key_values=cache).logits[:, -1:]
-        found, at = [logits.argmax(-1)], places[:, -1:] + 1
-        for i in range(steps):
-            # What generate does before a compiled step.
-            cache.between_steps()
-            logits = forward(input_ids=found[-1], position_ids=at + i, past_key_values=cache).logits
-            found.append(logits.argmax(-1))
-    return torch.cat(found, 1)
-
-
 def compiling(backend):
     config = CompileConfig(backend=backend, mode=None, fullgraph=True)
     config._compile_all_devices = True

@@ -12,7 +12,7 @@ from hfkvq.caches.attention.interface import hfkvq_attention, hfkvq_mask
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.steps.step_buffer import StepBuffer
 from hfkvq.kernels.step import ops
-from tests.caches.driver import cases, counted, small
+from tests.caches.driver import counted, small
 
 MODULE = SimpleNamespace(is_causal=True, num_key_value_groups=4)
 HEADS, SHARE = 2, 4
@@ -81,32 +81,6 @@ def taken(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "full",
-        "kitty-odd",
-        "kivi-k4v2",
-        "best-3.4",
-        "kvarn",
-        "latent-4",
-        "mixkvq",
-        "mixkvq-total",
-        "saw-int4-odd",
-        "triaxial",
-    ],
-)
-def test_layers_hold_the_same(name, taken):
-    scheme, generator = cases()[name], torch.Generator().manual_seed(0)
-    one, other = layer_of(scheme), layer_of(scheme, buffered=False)
-    for tokens in (37, *[1] * 9, 5, *[1] * 3):
-        given = states(2, tokens, 32, torch.float32, "cpu", generator)
-        # A buffer has other room, so sums are rounded in other places.
-        torch.testing.assert_close(step(one, given), step(other, given))
-    assert taken["steps"] == (0 if one.buffer is None else 13 if one.buffer.most_tokens() >= 5 else 12)
-    assert_same(one, other)
-
-
 @pytest.mark.parametrize(("low_bits", "pads"), [(8, None), (4, [0, 9])])
 def test_evicting_layers_trim_between_such_steps(low_bits, pads, taken):
     """Of ARKV: every step in which no trim may be due, and after trims, tokens that each head has to itself."""
@@ -143,23 +117,6 @@ def test_steps_without_memory_for_a_buffer_go_one_by_one(taken, monkeypatch):
         assert layer.buffer.tensor is None or not at < 10
     assert 80 < taken["steps"] < 171
     assert_same(layer, other)
-
-
-def test_a_mask_that_hides_is_heeded(taken):
-    """Also what its user hides of what is stored."""
-    scheme, generator = get_scheme("saw-int4"), torch.Generator().manual_seed(0)
-    one, other = layer_of(scheme), layer_of(scheme, buffered=False)
-    given = states(2, 40, 64, torch.float32, "cpu", generator)
-    step(one, given), step(other, given)
-    visible = torch.ones(2, 41, dtype=torch.long)
-    visible[0, 3:17] = 0
-    # No bit of the lowest byte is set.
-    visible[1] = 256
-    mask = hfkvq_mask(2, 1, 41, q_offset=40, attention_mask=visible)
-    given = states(2, 1, 64, torch.float32, "cpu", generator)
-    got = step(one, given, mask)
-    assert torch.equal(got, step(other, given, (visible != 0)[:, None, None, :]))
-    assert taken["masked"] == 1
 
 
 @pytest.mark.parametrize("what", ["rollback", "sinks", "bias", "several", "empty", "masked"])

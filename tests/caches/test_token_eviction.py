@@ -133,25 +133,6 @@ def test_attention_sees_what_stays(name):
         expected.feed(count)
 
 
-# Each scheme growing over pages that lose nothing, and of fixed capacity over others; the rest by turns.
-@pytest.mark.parametrize(
-    ("name", "capacity"), [(name, (None, 110)[at // 4 % 2]) for at, name in enumerate(CASES) if at % 4 == 3]
-)
-def test_generate_with_padding_is_each_row_alone(name, capacity):
-    # Several layers, of which some schemes make a difference, need not be tested twice.
-    model, ids = build("llama", num_hidden_layers=1 if capacity else 2), prompt(2, 60)
-    mask = torch.ones_like(ids)
-    mask[1:, :17] = 0
-
-    def run(ids, **kwargs):
-        cache = MixedKVCache(model, CASES[name], max_cache_len=capacity, graphs=False)
-        return _generate(model, cache, ids, max_new_tokens=8, disable_compile=True, **kwargs)
-
-    both = run(ids, attention_mask=mask)
-    assert torch.equal(both[:1], run(ids[:1]))
-    assert torch.equal(both[1:, 17:], run(ids[1:, 17:]))
-
-
 @on_every_scheme
 def test_crop_takes_back_the_newest_or_refuses(name):
     scheme, own = small(name), row(5, 90)
