@@ -1,9 +1,10 @@
-"""Captured steps without a GPU: run again in Python in place of being replayed, or from a tape of their operations."""
+"""Captured steps without a GPU: replayed from a tape of their operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,32 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkvq.caches import base
 from hfkvq.caches.base import capture
-from hfkvq.caches.base.model_calls import inside_call
-from hfkvq.caches.base.recorded import recording
 
 
-class PythonGraph:
-    """Stands for `hfkvq.caches.base.capture.CapturedGraph`: records nothing, and runs the step at every replay.
-
-    As of a graph, nothing is carried out when it is made, its inputs and outputs stay where they are, and it may ask
-    for nothing that the host knows: layers answer as in a recorded step.
-    """
-
-    made = 0
-    failing = False
-
-    def __init__(self, devices: list[torch.device], run: Callable[[Any], Any], cache: Any) -> None:
-        if PythonGraph.failing:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        PythonGraph.made += 1
-        self._run, self.replays = run, 0
-
-    def replay(self, cache: Any) -> Any:
-        """The step, and its outputs as somebody else's."""
-        self.replays += 1
-        with inside_call(), recording():
-            out = self._run(cache)
-        return pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, out)
+def _refuse(*_: Any) -> None:
+    raise RuntimeError("operation not permitted when stream is capturing")
 
 
 class _Tape(TorchDispatchMode):
@@ -51,7 +30,7 @@ class _Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.name in ASKS_HOST:
-            raise RuntimeError(f"{func._schema.name}: operation not permitted when stream is capturing")
+            _refuse()
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -74,16 +53,20 @@ class TapeGraph:
     """
 
     made = 0
+    failing = False
 
     def __init__(self, devices: list[torch.device], run: Callable[[Any], Any], cache: Any) -> None:
-        TapeGraph.made += 1
+        if TapeGraph.failing:
+            _refuse()
         tape = _Tape()
         try:
-            with tape:
+            # On the CPU, no operation tells of this one.
+            with tape, patch.object(torch.Tensor, "tolist", _refuse):
                 out = run(cache)
         finally:
             for storage, was in tape.written.values():
                 storage.copy_(was)
+        TapeGraph.made += 1
         self._operations = tape.operations
         leaves, self._spec = pytree.tree_flatten(out)
         # A graph must not keep its cache.
@@ -106,20 +89,10 @@ class TapeGraph:
 
 
 @pytest.fixture
-def taped(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[TapeGraph]]:
-    """Steps on the CPU are replayed from a tape; how many were taken is counted."""
+def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[TapeGraph]]:
+    """Steps on the CPU are captured; how often is counted."""
     monkeypatch.setitem(capture.RECORDERS, "cpu", TapeGraph)
-    TapeGraph.made = 0
+    TapeGraph.made, TapeGraph.failing = 0, False
     base.warn_once.cache_clear()
     yield TapeGraph
-    base.warn_once.cache_clear()
-
-
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PythonGraph]]:
-    """Steps on the CPU are captured; how often is counted."""
-    monkeypatch.setitem(capture.RECORDERS, "cpu", PythonGraph)
-    PythonGraph.made, PythonGraph.failing = 0, False
-    base.warn_once.cache_clear()
-    yield PythonGraph
     base.warn_once.cache_clear()

@@ -27,7 +27,7 @@ from hfkvq.caches.schemes.sides import Sides
 from hfkvq.caches.step_graphs import StepGraphs
 from hfkvq.caches.store.requantize import keep_tokens
 from tests.caches.driver import assert_same_bits, same_bits, small, stored
-from tests.caches.graph_recorder import PythonGraph, captured, taped  # noqa: F401
+from tests.caches.graph_recorder import TapeGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
 from tests.caches.test_faults import FailAt, Fault
 
@@ -165,14 +165,14 @@ def test_operations_of_a_change_do_not_grow_with_tokens(model):
 @pytest.mark.usefixtures("captured")
 def test_a_step_is_captured_at_once_after_a_change(model, monkeypatch):
     """One step in Python for the cache, none after its changes; each graph is there until the next one is captured."""
-    graphs, alive, make = [], [], PythonGraph.__init__
+    graphs, alive, make = [], [], TapeGraph.__init__
 
     def noted(self, *args):
         make(self, *args)
         alive.append(sum(graph() is not None for graph in graphs))
         graphs.append(weakref.ref(self))
 
-    monkeypatch.setattr(PythonGraph, "__init__", noted)
+    monkeypatch.setattr(TapeGraph, "__init__", noted)
     monkeypatch.setattr(budget, "LEAST_STEPS", 40)
     firsts, first, moves, go = [], StepGraphs._first, [], budget.Budget._go
     monkeypatch.setattr(StepGraphs, "_first", lambda *args: firsts.append(1) or first(*args))
@@ -183,7 +183,7 @@ def test_a_step_is_captured_at_once_after_a_change(model, monkeypatch):
         forward(model, cache, prompt(1, 1))
     cache.integrity_check()
     assert max(map(max, cache.budget.rungs)) == 2
-    assert (len(firsts), PythonGraph.made) == (1, 1 + len(moves))
+    assert (len(firsts), TapeGraph.made) == (1, 1 + len(moves))
     assert alive == [0, 1, 1, 1]
 
 
@@ -593,7 +593,7 @@ def test_pages_are_scored_by_the_newest_queries(model):
             torch.testing.assert_close(found[row, :, block], own, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.usefixtures("taped")
+@pytest.mark.usefixtures("captured")
 def test_captured_steps_keep_their_queries(model):
     """Steps that are replayed from a tape, without the model's Python, and the same in Python."""
     caches = [MixedKVCache(model, memory="64MiB", evict="snapkv", graphs=graphs) for graphs in (True, False)]

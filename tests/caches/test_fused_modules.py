@@ -11,17 +11,17 @@ from torch import nn
 
 from hfkvq.caches import MixedKVCache, fused_modules
 from hfkvq.caches.fused_modules import Fusion
-from tests.caches.graph_recorder import taped  # noqa: F401
+from tests.caches.graph_recorder import captured  # noqa: F401
 from tests.caches.models import build, prompt
 
 
 @pytest.fixture
-def cpu(monkeypatch, taped):  # noqa: F811
+def cpu(monkeypatch, captured):  # noqa: F811
     """Steps on the CPU are replayed from tapes, and their modules fused."""
     monkeypatch.setattr(fused_modules, "DEVICES", {"cuda", "cpu"})
     monkeypatch.setattr("hfkvq.caches.step_graphs.DEVICES", {"cuda", "cpu"})
     monkeypatch.setenv("HFKVQ_FUSION", "1")
-    return taped
+    return captured
 
 
 def shaken(family, dtype=torch.float32):

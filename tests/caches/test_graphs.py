@@ -1,6 +1,6 @@
 """Captured steps give what steps without graphs give, in every mode of `generate`, and lose nothing when they fail.
 
-On the CPU a stand-in runs a "captured" step again in Python: all but the capture itself is what runs on a GPU.
+On the CPU a stand-in replays a tape of the step's operations: all but the capture itself is what runs on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import CompileConfig, DynamicCache
 from hfkvq import MixedKVCache, use
 from hfkvq.caches.steps import step_buffer
 from hfkvq.caches.steps.step_buffer import StepBuffer
-from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
+from tests.caches.graph_recorder import TapeGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
 from tests.caches.test_generate import FULL, MODES, _generate
 from tests.caches.test_static import SCHEMES, padded
@@ -32,7 +32,7 @@ def test_every_mode_of_generate(mode, length):
     model = build("llama")
     expected = MODES[mode](model, lambda: DynamicCache(config=model.config))
     assert torch.equal(MODES[mode](model, lambda: MixedKVCache(model, FULL, max_cache_len=length)), expected)
-    assert PythonGraph.made
+    assert TapeGraph.made
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -55,7 +55,7 @@ def test_steps_of_every_scheme_are_those_without_graphs(name, monkeypatch):
     ]
     assert torch.equal(*found)
     # The room of the first home is for 16 tokens more; a budget may have been outgrown before there was one.
-    assert PythonGraph.made in ((1, 2, 3) if SCHEMES[name].evicts else (2,))
+    assert TapeGraph.made in ((1, 2, 3) if SCHEMES[name].evicts else (2,))
 
 
 def steps(model, cache, count, ids=None, **kwargs):
@@ -107,7 +107,7 @@ def test_a_mask_that_hides_more_than_padding_is_honoured():
                 logits.append(out.logits)
         found.append(torch.cat(logits, 1))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-    assert PythonGraph.made == 2
+    assert TapeGraph.made == 2
 
 
 def test_positions_from_the_mask_alone():
@@ -131,7 +131,7 @@ def test_one_capture_serves_a_reset_cache_and_the_next_one():
     cache = MixedKVCache(model, SCHEMES["kitty"])
     expected = steps(model, MixedKVCache(model, SCHEMES["kitty"], graphs=False), 9)
     torch.testing.assert_close(steps(model, cache, 9), expected, rtol=1e-4, atol=1e-4)
-    assert PythonGraph.made == 1
+    assert TapeGraph.made == 1
     for _ in range(2):
         cache.reset()
         assert cache.get_seq_length() == 0
@@ -139,17 +139,17 @@ def test_one_capture_serves_a_reset_cache_and_the_next_one():
     # A second cache beside the first one has buffers and graphs of its own.
     other = MixedKVCache(model, SCHEMES["kitty"])
     torch.testing.assert_close(steps(model, other, 9), expected, rtol=1e-4, atol=1e-4)
-    assert PythonGraph.made == 2
+    assert TapeGraph.made == 2
     token = torch.tensor([[5]])
     with torch.no_grad():
         one, two = (model(token, past_key_values=c).logits for c in (cache, other))
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
     # A cache that is made before the last one goes takes over its buffers.
     new = MixedKVCache(model, SCHEMES["kitty"])
-    made = PythonGraph.made
+    made = TapeGraph.made
     del cache, other
     torch.testing.assert_close(steps(model, new, 9), expected, rtol=1e-4, atol=1e-4)
-    assert PythonGraph.made == made
+    assert TapeGraph.made == made
 
 
 def test_a_step_that_was_captured_before_is_captured_at_once():
@@ -157,12 +157,12 @@ def test_a_step_that_was_captured_before_is_captured_at_once():
     model = build("llama")
     found = []
     for name in ("full", "full", "kitty", "full"):
-        before = PythonGraph.made
+        before = TapeGraph.made
         for _ in range(2):
             gc.collect()
             # One step.
             logits = steps(model, MixedKVCache(model, SCHEMES[name]), 1)
-            found.append(PythonGraph.made - before)
+            found.append(TapeGraph.made - before)
         expected = steps(model, MixedKVCache(model, SCHEMES[name], graphs=False), 1)
         torch.testing.assert_close(logits, expected)
         steps(model, MixedKVCache(model, SCHEMES[name]), 2)
@@ -202,7 +202,7 @@ def test_changes_of_the_model_are_noticed(change):
     cache, plain = MixedKVCache(model, FULL), DynamicCache(config=model.config)
     for each in (cache, plain):
         steps(model, each, 5)
-    made = PythonGraph.made
+    made = TapeGraph.made
     head = model.lm_head
     if change == "data":
         head.weight.data = head.weight.data * 2
@@ -214,7 +214,7 @@ def test_changes_of_the_model_are_noticed(change):
         model.set_attn_implementation("sdpa")
     found = [steps(model, each, 5, prompt(1, 1)) for each in (cache, plain)]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-    assert PythonGraph.made == made + (change in ("data", "parameter"))
+    assert TapeGraph.made == made + (change in ("data", "parameter"))
 
 
 def test_no_memory_for_buffers(monkeypatch):
@@ -235,7 +235,7 @@ def test_no_memory_for_buffers(monkeypatch):
     torch.testing.assert_close(*first, rtol=1e-4, atol=1e-4)
     second = [steps(model, each, 5, prompt(1, 30)) for each in (cache, plain)]
     torch.testing.assert_close(*second, rtol=1e-4, atol=1e-4)
-    assert PythonGraph.made
+    assert TapeGraph.made
 
 
 def test_a_cache_that_is_gone_keeps_nothing():
@@ -321,7 +321,7 @@ def test_what_cannot_be_captured_runs_without_and_says_why_once(change, reason, 
         kwargs["extra"] = [1]
     elif change == "train":
         model.train()
-    PythonGraph.failing = change == "capture"
+    TapeGraph.failing = change == "capture"
     cache, logits = MixedKVCache(model, FULL), []
     try:
         with caplog.at_level(logging.WARNING), torch.set_grad_enabled(change == "grad"):
@@ -334,7 +334,7 @@ def test_what_cannot_be_captured_runs_without_and_says_why_once(change, reason, 
     torch.testing.assert_close(torch.cat(logits, 1).detach(), expected, rtol=1e-4, atol=1e-4)
     assert len(reasons(caplog)) == 1
     assert reason in reasons(caplog)[0]
-    assert PythonGraph.made == 0
+    assert TapeGraph.made == 0
     assert cache.get_seq_length() == 32
 
 
@@ -350,21 +350,23 @@ def test_a_hook_that_comes_later_is_heard():
 
 @pytest.mark.parametrize("fails", ["first", "replay"])
 def test_a_step_that_fails_leaves_the_cache_as_it_was(fails, monkeypatch):
+    """In the model, when it runs in Python, or once a replay has written."""
     model = copy.deepcopy(build("llama"))
     cache, plain = (MixedKVCache(model, SCHEMES["kitty"], graphs=on) for on in (True, False))
     steps(model, cache, 0 if fails == "first" else 5)
     steps(model, plain, 0 if fails == "first" else 5)
-    last = model.model.layers[-1].mlp
-    forward = last.forward
+    owner, name = (model.model.layers[-1].mlp, "forward") if fails == "first" else (TapeGraph, "replay")
+    forward = getattr(owner, name)
 
-    def broken(x):
+    def broken(*given):
+        forward(*given)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     seen = cache.get_seq_length()
-    last.forward = broken
+    monkeypatch.setattr(owner, name, broken)
     with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
         model(torch.tensor([[3]]), past_key_values=cache)
-    last.forward = forward
+    monkeypatch.setattr(owner, name, forward)
     assert cache.get_seq_length() == seen
     with torch.no_grad():
         found = [
@@ -381,7 +383,7 @@ def test_compile_config_leaves_captured_steps_as_they_are():
     want = _generate(model, MixedKVCache(model, SCHEMES["kitty"], graphs=False), ids, attention_mask=mask)
     cache = MixedKVCache(model, SCHEMES["kitty"], max_cache_len=80)
     assert torch.equal(_generate(model, cache, ids, attention_mask=mask, compile_config=config), want)
-    assert PythonGraph.made
+    assert TapeGraph.made
     assert not used
 
 
@@ -394,11 +396,11 @@ def test_a_cache_made_from_a_config_says_what_it_needs(caplog):
     assert (
         "so steps are not captured; make it with MixedKVCache(model, ...), or call cache.attach(model)" in caplog.text
     )
-    assert not PythonGraph.made
+    assert not TapeGraph.made
     cache.reset()
     cache.attach(model)
     torch.testing.assert_close(steps(model, cache, 5), want, rtol=1e-4, atol=1e-4)
-    assert PythonGraph.made
+    assert TapeGraph.made
     with pytest.raises(ValueError, match=r"model: got a LlamaForCausalLM of another config"):
         cache.attach(build("llama", num_hidden_layers=3))
 
@@ -408,11 +410,11 @@ def test_a_drafts_steps_are_captured_where_it_is_asked_for():
     model, draft, made = build("llama"), copy.deepcopy(build("llama", seed=1)), []
     want = model.generate(prompt(1, 30), max_new_tokens=12, do_sample=False)
     for context in (contextlib.nullcontext, lambda: use(draft, "full"), contextlib.nullcontext):
-        before, cache = PythonGraph.made, MixedKVCache(model, FULL)
+        before, cache = TapeGraph.made, MixedKVCache(model, FULL)
         with context():
             found = _generate(model, cache, prompt(1, 30), max_new_tokens=12, assistant_model=draft)
         assert torch.equal(found, want)
-        made.append(PythonGraph.made - before)
+        made.append(TapeGraph.made - before)
     assert made[1] > made[0] >= made[2]
 
 
@@ -455,4 +457,4 @@ def test_a_model_that_its_user_compiled_stays_so():
     model._compiled_call_impl = model._call_impl
     want = steps(model, DynamicCache(config=model.config), 5)
     torch.testing.assert_close(steps(model, MixedKVCache(model, FULL), 5), want, rtol=1e-4, atol=1e-4)
-    assert PythonGraph.made == 0
+    assert TapeGraph.made == 0

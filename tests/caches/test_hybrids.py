@@ -15,7 +15,7 @@ from hfkvq import MixedKVCache, PrefixStore
 from hfkvq.caches import cache_file
 from hfkvq.caches.layers import HybridLayer, RecurrentLayer
 from tests.caches.driver import small
-from tests.caches.graph_recorder import PythonGraph, captured, taped  # noqa: F401
+from tests.caches.graph_recorder import TapeGraph, captured  # noqa: F401
 from tests.caches.models import prompt
 from tests.caches.test_generate import FULL, beams, greedy, padding, turns
 
@@ -99,20 +99,20 @@ def test_steps_are_captured_on_a_gpu(family):
 @pytest.mark.parametrize(
     ("family", "mode"), [("falcon_h1", padding), ("falcon_h1", beams), ("qwen3_next", greedy), ("qwen3_next", turns)]
 )
-def test_modes_of_generate_are_captured(family, mode, taped):  # noqa: F811
+def test_modes_of_generate_are_captured(family, mode, captured):  # noqa: F811
     """Rows of beams are moved between replays, so their states go back to where the graph looks for them."""
     model = model_of(family)
     expected = mode(model, lambda: DynamicCache(config=model.config))
     assert torch.equal(mode(model, lambda: MixedKVCache(model, FULL)), expected)
-    assert taped.made
+    assert captured.made
 
 
-def test_states_that_are_not_in_the_cache_are_neither_captured_nor_saved(taped, caplog, tmp_path):  # noqa: F811
+def test_states_that_are_not_in_the_cache_are_neither_captured_nor_saved(captured, caplog, tmp_path):  # noqa: F811
     """A graph would read the tensor that the module had when it was captured. The window beside is held in pages."""
     model = model_of("recurrent_gemma")
     expected = greedy(model, lambda: DynamicCache(config=model.config))
     assert torch.equal(greedy(model, lambda: MixedKVCache(model, FULL)), expected)
-    assert not taped.made
+    assert not captured.made
     assert "recurrent states in its own modules" in caplog.text
     cache = MixedKVCache(model, FULL)
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_states_that_are_not_in_the_cache_are_neither_captured_nor_saved(taped, 
     assert not [*tmp_path.iterdir()]
 
 
-def test_caches_take_turns_in_the_same_graph(taped):  # noqa: F811
+def test_caches_take_turns_in_the_same_graph(captured):  # noqa: F811
     """One is copied, one is reset and given another batch, and each goes on with its own states."""
     model, ids, tokens = model_of("falcon_h1"), prompt(2, 20) % 100, prompt(2, 9, 3) % 100
     first, second = MixedKVCache(model, FULL), MixedKVCache(model, FULL)
@@ -165,7 +165,7 @@ class TestFailures:
                 raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
-                patch.setattr(PythonGraph, "replay", interrupted)
+                patch.setattr(TapeGraph, "replay", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     model(ids[:, :1], past_key_values=cache)
             for call in (lambda: model(ids[:, :1], past_key_values=cache), lambda: cache.save(tmp_path / "file")):

@@ -13,7 +13,7 @@ from hfkvq import MixedKVCache, TriAxialCache
 from hfkvq.caches.base.recorded import is_recorded
 from hfkvq.caches.tags import PAD, TAGS, Tagger, placeholders
 from tests.caches.driver import assert_same_bits, small, stored
-from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
+from tests.caches.graph_recorder import TapeGraph, captured  # noqa: F401
 from tests.caches.vision import (
     FAMILIES,
     build,
@@ -139,7 +139,7 @@ def test_generate_gives_the_tokens_of_a_dynamic_cache(family, mode):
     got = runs(family, mode, lambda model: MixedKVCache(model, "full"))
     assert torch.equal(got, expected), got
     # Drafts are made in steps too; beams in recorded ones need no graph of their own.
-    assert PythonGraph.made > 0
+    assert TapeGraph.made > 0
     if mode in ("greedy", "video") or (family, mode) == ("qwen3-vl", "turns"):
         fixed = runs(family, mode, lambda model: MixedKVCache(model, "full", max_cache_len=160, graphs=False))
         assert torch.equal(fixed, expected), fixed
@@ -173,7 +173,7 @@ def test_a_graph_serves_prompts_whose_images_move_positions():
         assert torch.equal(generate(model, MixedKVCache(model, "full", graphs=True), inputs), expected)
         deltas.add(int(model.model.rope_deltas))
     assert len(deltas) == 2
-    assert PythonGraph.made > 0
+    assert TapeGraph.made > 0
 
 
 @pytest.mark.usefixtures("captured")
@@ -188,7 +188,7 @@ def test_captured_steps_are_those_in_python(family, preset):
         else:
             cache = MixedKVCache(model, small(preset), graphs=graphs)
         found.append(generate(model, cache, two_rows(family), max_new_tokens=20, min_new_tokens=20))
-        assert (PythonGraph.made > 0) == graphs
+        assert (TapeGraph.made > 0) == graphs
     assert torch.equal(*found)
 
 

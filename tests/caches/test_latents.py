@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import base
 from hfkvq.caches.attention import mla
-from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
+from tests.caches.graph_recorder import TapeGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
 from tests.caches.test_generate import MODES, forwards
 
@@ -163,7 +163,7 @@ def test_captured_steps(scheme, attended):
         for on in (True, False)
     ]
     assert torch.equal(*found)
-    assert PythonGraph.made == 1
+    assert TapeGraph.made == 1
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from hfkvq import MixedKVCache
 from hfkvq.caches.attention.interface import hfkvq_attention
 from hfkvq.caches.base.model_calls import with_cache
 from tests.caches.driver import OF_EACH_SCHEME, assert_same_bits, row, small, stored
-from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
+from tests.caches.graph_recorder import TapeGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
 from tests.caches.test_generate import forwards
 
@@ -122,7 +122,7 @@ def test_modes_that_change_in_a_life(turn, name, driver, request):
     """Each begins with another mode; its 17 calls go through all. In some modes no step is captured."""
     make, modes = maker(name, driver, request), list(MODES.values())
     expected = live(MODEL(), make, itertools.repeat(contextlib.nullcontext))
-    assert driver != "captured" or PythonGraph.made or make().graphs is None
+    assert driver != "captured" or TapeGraph.made or make().graphs is None
     turn %= len(modes)
     assert_same(live(MODEL(), make, itertools.cycle(modes[turn:] + modes[:turn])), expected)
 
@@ -169,7 +169,7 @@ def test_captured_steps_under_autocast(name, capacity):
     for graphs in (True, False):
         make = functools.partial(MixedKVCache, MODEL(), small(name), max_cache_len=capacity, graphs=graphs)
         found.append(live(MODEL(), make, itertools.repeat(lambda: torch.autocast("cpu", dtype=torch.bfloat16))))
-    assert PythonGraph.made
+    assert TapeGraph.made
     assert torch.isfinite(found[0][0][:, 8:]).all()
     for one, other in zip(found[0][1], found[1][1], strict=True):
         assert_same_bits(one, other)

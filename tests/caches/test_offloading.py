@@ -13,7 +13,7 @@ from hfkvq import KittyCache, MixedKVCache
 from hfkvq.caches.layers.memory import held_bytes
 from hfkvq.caches.steps import step_buffer
 from tests.caches.driver import assert_same_bits, small, stored
-from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
+from tests.caches.graph_recorder import TapeGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
 from tests.caches.test_generate import _generate
 from tests.caches.test_static import padded
@@ -47,9 +47,9 @@ def test_tokens_and_bytes_are_the_same(name, length, monkeypatch, captured):  # 
     model, (ids, mask) = build("llama"), padded(2, 30)
     caches, found = both(model, name, max_cache_len=length, headroom=0.01), []
     for cache in caches:
-        PythonGraph.made = 0
+        TapeGraph.made = 0
         found.append(_generate(model, cache, ids, attention_mask=mask, max_new_tokens=40))
-        assert PythonGraph.made == (1 if length else 3)
+        assert TapeGraph.made == (1 if length else 3)
         longer = torch.cat([mask, mask.new_ones(2, 53)], 1)
         more = torch.cat([found[-1], prompt(2, 13, seed=7)], 1)
         found[-1] = _generate(model, cache, more, attention_mask=longer, max_new_tokens=9, prefill_chunk_size=5)

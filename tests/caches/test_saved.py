@@ -13,7 +13,7 @@ from hfkvq import MixedKVCache, TriAxialCache
 from hfkvq.caches import cache_file
 from hfkvq.caches.tags import parse_tag
 from tests.caches.driver import small
-from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
+from tests.caches.graph_recorder import TapeGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
 
 

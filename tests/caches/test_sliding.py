@@ -17,7 +17,7 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import SPARE
 from hfkvq.kernels.step import MAX_STEP
 from tests.caches.driver import small
-from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
+from tests.caches.graph_recorder import TapeGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
 
 # Rings of 13 pages of 8 tokens: contexts of 200 tokens go round.
@@ -56,7 +56,7 @@ def test_beyond_the_ring(family, length, graphs, captured):  # noqa: F811
     torch.testing.assert_close(logits_of(model, cache, parts, ids), expected, rtol=1e-4, atol=1e-4)
     cache.integrity_check()
     assert all(layer.window == 16 and layer.store.runs[0].keys[0].shape[0] == 2 * 13 for layer in windows(cache))
-    assert (PythonGraph.made > 0) is (graphs and cache.graphs is not None)
+    assert (TapeGraph.made > 0) is (graphs and cache.graphs is not None)
     assert len(cache.compressed_layers) == len(cache.layers)
 
 

@@ -26,7 +26,7 @@ from hfkvq import KittyCache, MixedKVCache
 from hfkvq.caches.base import warn_once
 from hfkvq.caches.using import ENTRY
 from tests.caches.driver import small
-from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
+from tests.caches.graph_recorder import TapeGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
 
 SCHEME = small("kitty-pro")
@@ -249,15 +249,15 @@ def test_a_call_takes_over_the_buffers_of_the_last(model):
     want = model.generate(ids, **OPTIONS)
     # Held on to, so that other buffers lie elsewhere.
     held = used.kept
-    made, kept = PythonGraph.made, {x.data_ptr() for x in held}
+    made, kept = TapeGraph.made, {x.data_ptr() for x in held}
     assert made
     assert kept
     for _ in range(2):
         assert torch.equal(model.generate(ids, **OPTIONS), want)
-    assert PythonGraph.made == made
+    assert TapeGraph.made == made
     assert {x.data_ptr() for x in used.kept} == kept
     model.generate(prompt(2, LENGTH), **OPTIONS)
-    assert PythonGraph.made > made
+    assert TapeGraph.made > made
     assert not kept & {x.data_ptr() for x in used.kept}
     spare = weakref.ref(used._spare)
     used.undo()

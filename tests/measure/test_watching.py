@@ -18,7 +18,7 @@ from hfkvq.cli import app
 from hfkvq.measure import watching
 from hfkvq.measure.watching import Moment, look
 from tests.caches.driver import small
-from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
+from tests.caches.graph_recorder import TapeGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
 from tests.caches.test_graphs import steps
 from tests.command import assert_refused, invoke
@@ -55,7 +55,7 @@ def test_tokens_of_captured_steps_count_and_no_device_is_asked(monkeypatch):
     model = build("llama")
     cache = MixedKVCache(model, small("kitty-pro"))
     steps(model, cache, 6)
-    assert PythonGraph.made
+    assert TapeGraph.made
     assert cache.graphs.sync.ahead
 
     def asked(*_):

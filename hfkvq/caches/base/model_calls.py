@@ -41,7 +41,7 @@ class CallInterceptor:
         # The model keeps this.
         self._model = weakref.ref(model)
         self._hooks: list[Any] = []
-        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self._tensors: list[tuple[dict[str, torch.Tensor | None], str]] = []
         self._adapters: list[weakref.ref[Any]] = []
         # Steps that have been captured: all that they launch is loaded.
         self.captured: set[Any] = set()
@@ -66,8 +66,9 @@ class CallInterceptor:
         modules: list[Any] = list(model.modules())
         self._hooks = [x for m in modules for x in (m._forward_hooks, m._forward_pre_hooks)]
         # Code that moves or replaces weights does so to many; adapters are switched all together.
-        tensors = [x for m in modules for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
-        self._tensors = [weakref.ref(x) for x in (*tensors[:: max(1, len(tensors) // 24)], *tensors[-1:])]
+        named = [(held, name) for m in modules for held in (m._parameters, m._buffers) for name in held]
+        # A replaced tensor may live on elsewhere, so each is looked up by its name.
+        self._tensors = [*named[:: max(1, len(named) // 24)], *named[-1:]]
         self._adapters = [weakref.ref(m) for m in modules if hasattr(m, "merged_adapters")][:2]
         if any(getattr(getattr(m, "_hf_hook", None), "offload", False) for m in modules):
             return "weights are offloaded"
@@ -86,7 +87,7 @@ class CallInterceptor:
         # Hooks are in some thousand dictionaries, nearly always empty ones.
         if any(self._hooks):
             hooks = tuple(key for own in self._hooks for key, hook in own.items() if not is_known(hook))
-        tensors = [ref() for ref in self._tensors]
+        tensors = [held.get(name) for held, name in self._tensors]
         places = tuple([0 if x is None else x.data_ptr() for x in tensors])
         adapters = [getattr(model, "_hf_peft_config_loaded", None), len(getattr(model, "peft_config", None) or ())]
         for ref in self._adapters:
