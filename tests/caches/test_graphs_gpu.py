@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import threading
 
 import pytest
@@ -17,8 +18,10 @@ import hfkvq
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import base
 from hfkvq.caches.base import capture
+from tests.caches import models, test_generate, test_sliding
 from tests.caches.driver import distinct
 from tests.caches.test_generate import MODES
+from tests.caches.test_hybrids import model_of, states
 
 pytestmark = [
     pytest.mark.gpu,
@@ -165,17 +168,39 @@ def test_growing(model, name, made):
     grow(model, name, 260, made)
 
 
+# Mamba and attention in one layer; shared attention with Mamba of the second kind; Mamba of the first; delta rule.
+RECURRENT = ("falcon_h1", "zamba2", "jamba", "qwen3_next")
+# In other dtypes than bf16, Transformers asks the host where its experts' tokens are.
+EXPERTS = ("gpt-oss", "jamba", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [*itertools.product(test_sliding.FAMILIES, ("full", "saw-int4")), *((each, "saw-int4") for each in RECURRENT)],
+)
+def test_families(family, scheme, monkeypatch):
+    """Windows beyond their rings, and recurrent states, which a graph reads and writes where they lie."""
+    monkeypatch.setenv("HFKVQ_FUSION", "1")
+    made = models.build(family) if family in models.FAMILIES else copy.deepcopy(model_of(family))
+    model, near = made.to("cuda", torch.bfloat16 if family in EXPERTS else None), 0.05 if family in EXPERTS else 1e-3
+    scheme = test_sliding.FULL if scheme == "full" else test_sliding.COMPRESSED[scheme]
+    caches = [MixedKVCache(model, scheme, graphs=on) for on in (True, False)]
+    ids = models.prompt(2, 290).cuda() % 100
+    both = [test_sliding.logits_of(model, cache, [150, *[1] * 140], ids) for cache in caches]
+    assert caches[0].graphs.sync.buffers.recordings
+    held = [[x for layer in states(cache) for x in layer] for cache in caches]
+    # Rounding goes from step to step through the states.
+    for mine, theirs in ((both[0], both[1]), *zip(*held, strict=True)):
+        assert (mine - theirs).float().norm() < near * theirs.float().norm()
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("length", [None, 200])
 def test_modes_of_generate(mode, length, made, monkeypatch):
     """In float32, where the lossless scheme is DynamicCache."""
-    from tests.caches import test_generate
-    from tests.caches.models import build
-
-    model = copy.deepcopy(build("llama")).cuda()
-    own = test_generate.prompt
-    monkeypatch.setattr(test_generate, "prompt", lambda *args, **kwargs: own(*args, **kwargs).cuda())
-    monkeypatch.setattr(test_generate, "build", lambda *args, **kwargs: copy.deepcopy(build(*args, **kwargs)).cuda())
+    model = models.build("llama").cuda()
+    monkeypatch.setattr(test_generate, "prompt", lambda *args, **kwargs: models.prompt(*args, **kwargs).cuda())
+    monkeypatch.setattr(test_generate, "build", lambda *args, **kwargs: models.build(*args, **kwargs).cuda())
     expected = MODES[mode](model, lambda: DynamicCache(config=model.config))
     got = MODES[mode](model, lambda: MixedKVCache(model, test_generate.FULL, max_cache_len=length))
     assert torch.equal(got, expected)

@@ -297,3 +297,41 @@ def test_bad_keys_in_a_first_prompt(bad, debug):
     error = (layer.dense("keys") - keys).abs()
     error[1, 0, 7] = 0
     assert error.max() < 1.5
+
+
+# Captured steps.
+
+
+@pytest.fixture
+def gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", ["saw-int4", "int4", "best-4.3", "kvarn"])
+def test_captured_steps_are_eager_ones(name):
+    """Graphs smooth as eager steps do; a cache of the same vectors takes the same graphs, one of others its own."""
+    model, ids = biased(torch.bfloat16).cuda(), prompt(2, 320).cuda()
+    for change in (0, 3):
+        smoothing._MEASURED.clear()
+        model.model.layers[0].self_attn.k_proj.bias.data += change
+        caches = [MixedKVCache(model, name, graphs=on) for on in (False, None, None)]
+        expected, *found = [fed(model, cache, ids, 200, *[1] * 119)[:, 200:] for cache in caches]
+        for cache, each in zip(caches[1:], found, strict=True):
+            assert cache.graphs.sync.buffers.recordings
+            assert (each - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+def test_a_model_that_moves_after_it_was_measured():
+    """Its caches take the vectors along, and share them."""
+    model, ids = biased(), prompt(1, 60)
+    expected = fed(model, MixedKVCache(model, "saw-int4"), ids, 50, 7)
+    model.cuda()
+    caches = [MixedKVCache(model, "saw-int4") for _ in range(2)]
+    for cache in caches:
+        assert (fed(model, cache, ids.cuda(), 50, 7).cpu() - expected).norm() < 0.05 * expected.norm()
+    assert caches[0].layers[1].smoothing is caches[1].layers[1].smoothing
