@@ -30,6 +30,17 @@ SLIDING = {"sliding_window": 16}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
 
+LATENT_EXPERTS: dict[str, Any] = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+LATENT_EXPERTS |= EXPERTS | LATENT
+
 # Name: (class prefix, what differs from BASE; None removes).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -61,21 +72,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {"head_dim": 16}),
     # Makes masks of its own from what it is given, by its dtype.
     "doge": ("Doge", {"head_dim": None}),
-    "deepseek-v3": (
-        "DeepseekV3",
-        {
-            "head_dim": None,
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "n_shared_experts": 1,
-            "num_nextn_predict_layers": 0,
-        }
-        | EXPERTS
-        | LATENT,
-    ),
+    "deepseek-v3": ("DeepseekV3", LATENT_EXPERTS | {"num_nextn_predict_layers": 0}),
     "qwen3-next": (
         "Qwen3Next",
         {
@@ -91,20 +88,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-_LATENT_EXPERTS = {
-    "head_dim": None,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-}
-
 # More models with latent attention, which the suites of all families need not repeat.
 LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek-v2": ("DeepseekV2", _LATENT_EXPERTS | {"topk_method": "greedy"} | EXPERTS | LATENT),
-    "glm4-moe-lite": ("Glm4MoeLite", _LATENT_EXPERTS | {"mlp_layer_types": ["dense", "sparse"]} | EXPERTS | LATENT),
+    "deepseek-v2": ("DeepseekV2", LATENT_EXPERTS | {"topk_method": "greedy"}),
+    "glm4-moe-lite": ("Glm4MoeLite", LATENT_EXPERTS | {"mlp_layer_types": ["dense", "sparse"]}),
     "minicpm3": ("MiniCPM3", {"head_dim": None, "num_key_value_heads": 4} | LATENT),
     "youtu": ("Youtu", {"head_dim": None, "num_key_value_heads": 4} | LATENT),
 }

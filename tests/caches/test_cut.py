@@ -34,16 +34,18 @@ KNOBS = {
 
 
 class Questions(TorchDispatchMode):
-    """Counts operations, and those by which the host asks the device."""
+    """Operations by which the host asks the device: for a number, or for how many a mask has chosen."""
 
     def __init__(self):
         super().__init__()
-        self.asked, self.count = [], 0
+        self.asked = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
         name = func.name()
-        if any(part in name for part in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero")):
+        if any(part in name for part in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "::equal")):
+            self.asked.append(name)
+        index = args[1] if name.startswith("aten::index") and isinstance(args[1], (list, tuple)) else ()
+        if any(x is not None and x.dtype == torch.bool for x in index):
             self.asked.append(name)
         # What `tolist` and numbers need: copies to the host.
         if name == "aten::_to_copy" and (kwargs or {}).get("device") == torch.device("cpu"):
@@ -128,27 +130,16 @@ def test_nothing_is_asked_but_once_for_all_layers(name):
             assert layer.eviction.provisional is not None
 
 
-def test_masks(monkeypatch):
-    """Of the user's own, in full: some columns are hidden."""
-    mask = torch.ones(90, 90, dtype=torch.bool).tril()[None, None].clone()
-    mask[..., 20:30] = False
-    mask |= torch.eye(90, dtype=torch.bool)
-    first, second = layers_of({}), layers_of({})
-    run(first, 2, [90, 1], mask)
-    with monkeypatch.context() as patch:
-        general(patch)
-        run(second, 2, [90, 1], mask)
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a.dense("keys"), b.dense("keys"))
-        # Scores are averaged over five neighbours.
-        assert (a.dense("keys")[:, :, 22:28] == 0).all()
+HIDING = torch.ones(90, 90, dtype=torch.bool).tril()[None, None].clone()
+HIDING[..., 20:30] = False
+HIDING |= torch.eye(90, dtype=torch.bool)
 
 
-def test_softcap_and_sinks(monkeypatch):
-    more = {"softcap": 5.0, "sinks": torch.tensor([3.0, -1.0, 0.5, 2.0])}
-    first, second = layers_of({}), layers_of({})
+@pytest.mark.parametrize("more", [{"mask": HIDING}, {"softcap": 5.0, "sinks": torch.tensor([3.0, -1.0, 0.5, 2.0])}])
+def test_what_else_attention_is_given(more, monkeypatch):
+    """A mask of the user's own, softcap and sinks have the say that they have in the general way."""
+    first, second, plain = (layers_of({}) for _ in range(3))
     run(first, 2, [90], dtype=torch.float32, **more)
-    plain = layers_of({})
     run(plain, 2, [90], dtype=torch.float32)
     general(monkeypatch)
     run(second, 2, [90], dtype=torch.float32, **more)
@@ -156,6 +147,8 @@ def test_softcap_and_sinks(monkeypatch):
         assert_close(a.eviction.strength, b.eviction.strength)
         assert torch.equal(a.dense("keys"), b.dense("keys"))
         assert not torch.allclose(a.eviction.strength, other.eviction.strength)
+        # Scores are averaged over five neighbours.
+        assert "mask" not in more or (a.dense("keys")[:, :, 22:28] == 0).all()
 
 
 def test_what_moves_before_tiers_are_final():

@@ -84,46 +84,25 @@ def test_outputs_are_the_callers_own():
     torch.testing.assert_close([x.logits for x in outs], want, rtol=1e-4, atol=1e-4)
 
 
-def test_a_mask_that_hides_more_than_padding_is_honoured():
-    """Of a step alone, and of tokens that no prompt had hidden."""
-    model, ids = build("llama"), prompt(2, 20)
-    mask = torch.ones(2, 20, dtype=torch.long)
-    mask[1, :6] = 0
+@pytest.mark.parametrize("placed", [True, False])
+def test_a_mask_that_hides_more_than_padding_is_honoured(placed):
+    """Of a step alone, and of tokens that no prompt had hidden; without positions, padding alone is hidden."""
+    model, (ids, mask) = build("llama"), padded(2, 20)
     found = []
     for cache in (MixedKVCache(model, FULL), DynamicCache(config=model.config)):
-        logits = []
+        logits, now, at = [], mask, (mask.cumsum(1) - 1).clamp(min=0)
         with torch.no_grad():
-            places = (mask.cumsum(1) - 1).clamp(min=0)
-            model(ids, attention_mask=mask, position_ids=places, past_key_values=cache)
-            now = mask
+            model(ids, attention_mask=mask, past_key_values=cache, **{"position_ids": at} if placed else {})
             for i in range(9):
                 now = torch.cat([now, now.new_ones(2, 1)], 1)
-                shown = now.clone()
-                if i >= 4:
+                shown, at = now.clone(), at[:, -1:] + 1
+                if i >= 4 and placed:
                     shown[0, 3:5] = 0
-                out = model(
-                    ids[:, i : i + 1], attention_mask=shown, position_ids=places[:, -1:] + 1 + i, past_key_values=cache
-                )
-                logits.append(out.logits)
+                more = {"position_ids": at} if placed else {}
+                logits.append(model(ids[:, i : i + 1], attention_mask=shown, past_key_values=cache, **more).logits)
         found.append(torch.cat(logits, 1))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-    assert TapeGraph.made == 2
-
-
-def test_positions_from_the_mask_alone():
-    """A loop that passes a padded mask and no positions gets what DynamicCache gives."""
-    model, (ids, mask) = build("llama"), padded(2, 30)
-    found = []
-    for cache in (MixedKVCache(model, FULL), DynamicCache(config=model.config)):
-        now, logits = mask, []
-        with torch.no_grad():
-            token = model(ids, attention_mask=now, past_key_values=cache).logits[:, -1:].argmax(-1)
-            for _ in range(6):
-                now = torch.cat([now, now.new_ones(2, 1)], 1)
-                logits.append(model(token, attention_mask=now, past_key_values=cache).logits)
-                token = logits[-1].argmax(-1)
-        found.append(torch.cat(logits, 1))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    assert not placed or TapeGraph.made == 2
 
 
 def test_one_capture_serves_a_reset_cache_and_the_next_one():
