@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,9 +17,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from hfkvq.doctor_cli import app as doctor_app
-from hfkvq.fit_cli import app as fit_app
-from hfkvq.progress import progress_bar, stop, stoppable
 from hfkvq.terminal import (
     ChatModel,
     Commands,
@@ -27,6 +25,7 @@ from hfkvq.terminal import (
     JsonFile,
     Model,
     ModelDType,
+    duration,
     fail,
     input_file,
     make_console,
@@ -34,8 +33,11 @@ from hfkvq.terminal import (
     output_file,
     pick_device,
     print_notes,
+    progress_bar,
     save_json,
     split,
+    stop,
+    stoppable,
     tokens_option,
 )
 
@@ -46,9 +48,15 @@ app = typer.Typer(
     add_completion=False,
     cls=Commands,
 )
-# Without a name: its commands stand beside the others.
-app.add_typer(doctor_app)
-app.add_typer(fit_app)
+
+
+CacheDType = Annotated[DType, typer.Option(help="Dtype of weights, keys and values; auto: the checkpoint's.")]
+GPUMemory = Annotated[str, typer.Option(help="Memory of the device: 24GiB (1024) or 24GB (1000).")]
+Overhead = Annotated[str, typer.Option(help="Other memory in use: CUDA context, allocator.")]
+Beyond = Annotated[
+    bool, typer.Option("--beyond", help="Allow a context longer than the config's positions, for RoPE scaling.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def _version(value: bool) -> None:
@@ -69,12 +77,258 @@ def _main(
 
 
 @app.command()
+def doctor(
+    model: Model = None,
+    presets: Annotated[
+        str | None,
+        typer.Option(help=r"Presets, comma-separated, also with options. \[default: fourteen, the main ones]"),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        input_file(r"UTF-8 text, or JSON Lines with a text field. \[default: four bundled texts]"),
+    ] = None,
+    device: Device = "auto",
+    dtype: Annotated[
+        DType, typer.Option(help="auto: float32 on a CPU; on a GPU bfloat16 for GGUF files, else the checkpoint's.")
+    ] = DType.auto,
+    json_file: JsonFile = None,
+) -> None:
+    """Tell which presets are safe, lossy or unsafe on a model, why, and what to take instead.
+
+    Each preset is compared with DynamicCache: how far its predictions are, and whether it still copies text and finds a
+    number in it. The end of the output is for a bug report.
+    """
+    from hfkvq.measure.doctor import examine_named, print_record
+
+    where = pick_device(device)
+    kind = DType.float32 if dtype is DType.auto and where.type == "cpu" else dtype
+    words = "nothing is saved, and the same command starts over; fewer --presets take less time."
+    with stoppable(words), progress_bar() as show:
+        record = examine_named(
+            model, split(presets), text, where, kind.of_torch, lambda what, share: show(f"{what:<17}", share)
+        )
+    console = make_console()
+    print_record(console, record)
+    save_json(console, record, json_file)
+
+
+@app.command()
+def env() -> None:
+    """Show the versions and GPUs to name in a bug report."""
+    from hfkvq.measure.records import environment
+    from hfkvq.measure.tables import aligned
+
+    typer.echo("\n".join(aligned(environment().items())))
+
+
+@app.command()
+def fit(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=r"Model: a name on the Hub, or a folder with a config.json. Its weights are not read. "
+            r"\[default: the reference model]"
+        ),
+    ] = None,
+    gpu_memory: GPUMemory = "24GiB",
+    context: Annotated[
+        int | None,
+        tokens_option(r"Tokens per row, generated ones included, e.g. 32k. \[default: 32k, or the model's limit]"),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows in the batch.")] = 1,
+    generated: Annotated[
+        int, tokens_option("Tokens of the context that are generated; growing caches reserve room for them.", 0)
+    ] = 0,
+    prefill_chunk: Annotated[
+        int,
+        tokens_option("Tokens per chunk of the prompt, as generate's prefill_chunk_size; 0 for one piece.", 0),
+    ] = 2048,
+    schemes: Annotated[
+        str | None,
+        typer.Option(
+            help=r"Presets or preset files, comma-separated; bf16: the stock cache. \[default: the main ones]"
+        ),
+    ] = None,
+    dtype: CacheDType = DType.auto,
+    overhead: Overhead = "1GiB",
+    beyond: Beyond = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compute what fits on a GPU: weights, each cache, largest batch and context. Needs only the model's config."""
+    from hfkvq.tuning.fit import compute
+
+    done = compute.compute(
+        model,
+        gpu_memory,
+        context=context,
+        batch=batch,
+        generated=generated,
+        prefill_chunk=prefill_chunk,
+        schemes=schemes,
+        dtype=dtype.of_torch,
+        overhead=overhead,
+        beyond=beyond,
+    )
+    if as_json:
+        typer.echo(json.dumps({**done.about, "caches": [asdict(each) for each in done.plans]}, indent=2))
+        return
+    console = make_console()
+    console.print(compute.table(done))
+    print_notes(console, compute.notes(done))
+
+
+@app.command()
+def recommend(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model: a name on the Hub, a folder with a config.json, a GGUF file, or smollm2. Its weights are read "
+            r"only with --text. \[default: the reference model]"
+        ),
+    ] = None,
+    gpu_memory: GPUMemory = "24GiB",
+    context: Annotated[
+        int | None, tokens_option(r"Tokens per user, generated ones included. \[default: 32k, or the model's limit]")
+    ] = None,
+    users: Annotated[
+        int | None,
+        typer.Option(min=1, help=r"Concurrent users that must fit. \[default: as many as fit, at a small loss]"),
+    ] = None,
+    max_loss: Annotated[
+        float,
+        number_option("Without --users: largest increase in perplexity, in %; per %, the KLD may be 0.02 nats.", low=0),
+    ] = 1.0,
+    text: Annotated[
+        list[Path] | None,
+        input_file("Measure the loss on your model, on this text; see hfkvq kld."),
+    ] = None,
+    windows: Annotated[int, typer.Option(min=1, help="With --text: windows to measure.")] = 4,
+    window: Annotated[int, tokens_option("With --text: tokens per window, half of them the prompt.", 3)] = 2048,
+    schemes: Annotated[
+        str | None,
+        typer.Option(help=r"Presets or preset files, comma-separated. \[default: those that keep all tokens]"),
+    ] = None,
+    prefill_chunk: Annotated[int, tokens_option("As in hfkvq fit: tokens per chunk of the prompt.", 0)] = 2048,
+    overhead: Overhead = "1GiB",
+    beyond: Beyond = False,
+    dtype: CacheDType = DType.auto,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Choose a preset: what fits on a GPU, what it loses, and one line to copy.
+
+    Bytes are computed from the model's config. The loss is SmolLM2's, from figures in the package; with --text it is
+    measured on your model and text.
+    """
+    from hfkvq.measure.divergence.windows import read_file
+    from hfkvq.tuning.fit import recommend
+    from hfkvq.tuning.fit.compute import compute
+
+    where = pick_device(device)
+    for path in text or ():
+        read_file(path, "text")
+    done = compute(
+        model,
+        gpu_memory,
+        context=context,
+        batch=users or 1,
+        prefill_chunk=prefill_chunk,
+        schemes=schemes,
+        dtype=dtype.of_torch,
+        overhead=overhead,
+        beyond=beyond,
+        default=recommend.candidates(),
+    )
+    if not any(layer.compressed for layer in done.found.layers):
+        fail(
+            f"model: {done.about['model']} has no layer with only full attention, so nothing is compressed; use "
+            "Transformers' own cache.",
+            code=1,
+        )
+    if not any(done.presets.values()):
+        fail(f"schemes: got {schemes!r}, allowed one preset or more beside Transformers' own cache.")
+    rows, record = recommend.make_rows(done), None
+    fitting = [row.plan.name for row in rows if row.preset is not None and row.plan.batch >= (users or 1)]
+    console = make_console()
+    if text is not None and fitting:
+        record = _measure(model, fitting, text, windows, window, where, dtype)
+        rows = recommend.make_rows(done, recommend.measured_losses(record))
+    choice = recommend.choose(rows, users, max_loss / 100)
+    unsafe = [row for row in rows if recommend.is_unsafe(row)]
+    if as_json:
+        typer.echo(json.dumps(recommend.as_json(model, done, rows, choice, record), indent=2))
+    else:
+        console.print(recommend.table(done, rows, users, choice, wide=console.width >= 110))
+        print_notes(console, recommend.notes(done, record))
+        for row in unsafe:
+            assert row.loss is not None
+            words = f"{row.plan.name}: unsafe on this model, and so not recommended: {'; '.join(row.loss.against)}."
+            console.print(words, highlight=False, soft_wrap=True, markup=False)
+    if choice is None and any(row.plan.name in fitting for row in unsafe):
+        fail(
+            "schemes: all that fit are unsafe on this model; use Transformers' own cache, or give other --schemes or "
+            "more --gpu-memory.",
+            code=1,
+        )
+    if choice is None:
+        fail(recommend.nothing_fits(rows, users), code=1)
+    if not as_json:
+        for line in recommend.answer(model, done, rows, choice):
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _measure(
+    model: str | None, names: list[str], text: list[Path], windows: int, window: int, device: Any, dtype: DType
+) -> dict[str, Any]:
+    """Losses of the candidates on the text, and of unquantized pages."""
+    from hfkvq.caches.schemes.preset import get_preset
+    from hfkvq.measure.divergence.run import measure_text
+
+    begin = time.monotonic()
+    chosen = {name: get_preset(name) for name in ("full", *names)}
+    before = [
+        f"Measuring {len(chosen)} caches on {windows} windows of {window:,} tokens; fewer --windows take less time."
+    ]
+
+    def tell(name: str, share: float) -> None:
+        # Arguments are in order now.
+        while before:
+            typer.echo(before.pop(), err=True)
+        show(f"{name:<13}", share)
+
+    try:
+        with progress_bar() as show:
+            record = measure_text(
+                model,
+                chosen,
+                text=text,
+                windows=windows,
+                context=window,
+                dtype=dtype.of_torch,
+                device=device,
+                command="recommend",
+                on_progress=tell,
+            )
+    except KeyboardInterrupt as ctrl_c:
+        record = getattr(ctrl_c, "record", None)
+        if record is None:
+            stop(
+                "no window was finished; give fewer --windows or --schemes, or leave --text out for SmolLM2's figures."
+            )
+        said = f"Stopped after {record['windows']} of {windows} windows; the choice rests on these."
+    else:
+        said = f"Measured in {duration(time.monotonic() - begin)}."
+    typer.echo(said, err=True)
+    return record
+
+
+@app.command()
 def schemes(
     name: Annotated[
         str | None,
         typer.Argument(metavar="NAME", help="Preset, also with options or as a file: explain it."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List all presets with bits, loss, speed and description. With a NAME, explain that preset and its options."""
     from hfkvq.caches.schemes.base import list_schemes
@@ -143,7 +397,7 @@ def demo(
         seed=seed,
     )
     where = pick_device(device)
-    kind = None if dtype is DType.auto else getattr(torch, dtype.value)
+    kind = dtype.of_torch
     subject = load(model, device=where, dtype=kind)
     if subject.reference and where.type == "cpu":
         # Its operations are so small that several threads gain little, and on a busy machine wait for each other.
@@ -273,7 +527,6 @@ def watch(
                 time.sleep(15)
         fail(f"model: {model} does not answer any more.")
 
-    import torch
     from transformers.utils import logging
 
     import hfkvq
@@ -282,7 +535,7 @@ def watch(
 
     logging.disable_progress_bar()
     source, chosen, where = find_model(model), get_preset(preset), pick_device(device)
-    loaded = load_model(source, where, None if dtype is DType.auto else getattr(torch, dtype.value))
+    loaded = load_model(source, where, dtype.of_torch)
     tokenizer: Any = load_tokenizer(source)
     turns: list[dict[str, str]] = []
     with stoppable("the chat is not kept."), hfkvq.use(loaded, chosen) as used:
@@ -345,15 +598,12 @@ def kld(
     if text and dataset is not None:
         fail("text: got files and a data set; choose --text or --dataset.")
 
-    import torch
-
     from hfkvq.measure.divergence import naming, report, run
 
-    stopped = None
+    stopped = False
     try:
         run.check_prompt(context, prefill)
         chosen = naming.parse_measured(split(schemes))
-        where = pick_device(device)
         with progress_bar() as show:
             record = run.measure_text(
                 model,
@@ -367,31 +617,27 @@ def kld(
                 chunk=chunk,
                 windows=windows,
                 batch_size=batch_size,
-                dtype=None if dtype is DType.auto else getattr(torch, dtype.value),
-                device=where,
+                dtype=dtype.of_torch,
+                device=pick_device(device),
                 seed=seed,
                 on_progress=lambda name, share: show(f"{name:<13}", share),
             )
-    except (ValueError, ImportError) as error:
-        fail(error)
-    except run.StoppedRun as stop_of:
-        stopped, record = stop_of, stop_of.record
+    except KeyboardInterrupt as ctrl_c:
+        stopped, record = True, getattr(ctrl_c, "record", None)
         if record is None:
             stop(
                 "no window was finished, and the same command starts over; fewer --schemes, or a smaller --context, "
                 "take less time."
             )
-    except KeyboardInterrupt:
-        stop("nothing was measured yet; the same command starts over.")
     console = make_console()
     console.print(report.table(record, wide=console.width >= 112))
     print_notes(console, report.notes(record))
     save_json(console, record, json_file)
-    if stopped is not None:
+    if stopped:
         done = record["windows"]
         stop(
-            f"{done} of {stopped.windows} windows were finished, and the figures are of those. The same command begins "
-            f"anew; with --windows {done} it measures what is here."
+            f"{done} of {windows} windows were finished, and the figures are of those. The same command begins anew; "
+            f"with --windows {done} it measures what is here."
         )
 
 
@@ -483,53 +729,49 @@ def tune(
     kept = storage or "sqlite:///hfkvq-tuning.db"
     limited = {"total_bits": max_total_bits, "key_bits": max_key_bits}
     limits: dict[Any, float] = {name: limit for name, limit in limited.items() if limit is not None}
+    ranges = parse_ranges(space or ()) or None
+    words = f"finished trials are kept in {hidden(kept)}; run the same command again to continue from there."
+    with stoppable(words), progress_bar() as show:
+
+        def tell(done: int, best: str) -> None:
+            what = f"{done} of {trials} trials" + (", held-out samples" if done >= trials else "")
+            show(f"{what}; {best}" if best else what, min(done / trials, 1.0))
+
+        plan = search.make_plan(
+            scheme,
+            model=model,
+            objective=objective,
+            tasks=split(tasks),
+            samples=samples,
+            held_out=samples if held_out is None else held_out,
+            text=text,
+            dataset=dataset,
+            context=context,
+            prefill=prefill,
+            chunk=chunk,
+            batch_size=batch_size,
+            cost=cost,
+            seed=seed,
+            device=pick_device(device),
+            dtype=dtype.value,
+            coverage=coverage,
+            space=ranges,
+            storage=kept,
+        )
+        study = search.run(
+            plan,
+            tell,
+            name,
+            trials=trials,
+            space=ranges,
+            limits=limits,
+            storage=kept,
+            seed=seed,
+        )
+        if search_only:
+            return
+        picked = search.conclude(plan, study, limits)
     console = make_console()
-    try:
-        ranges = parse_ranges(space or ())
-        with progress_bar() as show:
-
-            def tell(done: int, best: str) -> None:
-                what = f"{done} of {trials} trials" + (", held-out samples" if done >= trials else "")
-                show(f"{what}; {best}" if best else what, min(done / trials, 1.0))
-
-            plan = search.make_plan(
-                scheme,
-                model=model,
-                objective=objective,
-                tasks=split(tasks),
-                samples=samples,
-                held_out=samples if held_out is None else held_out,
-                text=text,
-                dataset=dataset,
-                context=context,
-                prefill=prefill,
-                chunk=chunk,
-                batch_size=batch_size,
-                cost=cost,
-                seed=seed,
-                device=pick_device(device),
-                dtype=dtype.value,
-                coverage=coverage,
-                space=ranges or None,
-                storage=kept,
-            )
-            study = search.run(
-                plan,
-                tell,
-                name,
-                trials=trials,
-                space=ranges or None,
-                limits=limits,
-                storage=kept,
-                seed=seed,
-            )
-            if search_only:
-                return
-            picked = search.conclude(plan, study, limits)
-    except (ValueError, OSError, ImportError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        stop(f"finished trials are kept in {hidden(kept)}; run the same command again to continue from there.")
     console.print(table(study, picked))
     print_notes(console, notes(plan, study, picked))
     if out is not None:
@@ -634,13 +876,12 @@ def serve(
     for name, value in beside.items() if memory is not None else ():
         if value is not None:
             fail(f"--memory: got {memory} together with {name} {value}, allowed one of them; leave one out.")
-    import torch
 
     from hfkvq.caches.schemes.preset import get_preset
     from hfkvq.measure.models import find_model
 
     where = pick_device(device)
-    kind = None if dtype is DType.auto else getattr(torch, dtype.value)
+    kind = dtype.of_torch
     found, preset = find_model(model), get_preset(DEFAULT if scheme is None else scheme)
     if preset.layers:
         raise ValueError(f"scheme: got {scheme!r}, whose layers differ; allowed one scheme for all layers.")
@@ -663,8 +904,6 @@ def serve(
         )  # fmt: skip
     except ImportError as error:
         fail(f"serve: {error}; it needs Transformers 5.19 or newer and pip install 'hfkvq[serve]'.")
-    except (OSError, ValueError) as error:
-        fail(error)
     pages = scheme or (DEFAULT if memory is None else f"{memory} of memory")
     make_console().print(f"{name} at {server.url} with {pages}. Ctrl-C ends it.", highlight=False)
     try:

@@ -1,14 +1,16 @@
-"""Shared parts of commands: options, a console, errors without a traceback, and small parsers."""
+"""Shared parts of commands: options, a console, progress, errors without a traceback, and small parsers."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -184,6 +186,13 @@ class DType(str, Enum):
     float16 = "float16"
     float32 = "float32"
 
+    @property
+    def of_torch(self) -> torch.dtype | None:
+        """PyTorch's dtype; None for auto."""
+        import torch
+
+        return None if self is DType.auto else getattr(torch, self.value)
+
 
 _MODELS = "a folder, a GGUF file, a name on the Hub, or smollm2."
 
@@ -227,3 +236,55 @@ def save_json(console: Console, record: Any, path: Path | None) -> None:
     if path is not None:
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         console.print(f"Saved {path}", highlight=False)
+
+
+INTERVAL = 10.0
+"""Seconds between plain lines at the least."""
+
+
+def duration(seconds: float) -> str:
+    """``45 s``, ``2 min 05 s`` or ``1 h 10 min``."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    minutes = whole // 60
+    return f"{minutes} min {whole % 60:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[str, float], None]]:
+    """Progress on standard error, by a function of the present task's name and the share done: a bar or plain lines."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console, told = Console(stderr=True), -math.inf
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    plain = not console.is_terminal
+    with Progress(*columns, *times, console=console, transient=True, disable=plain) as view:
+        bar = view.add_task("", total=1.0)
+
+        def show(name: str, share: float) -> None:
+            nonlocal told
+            view.update(bar, description=name, completed=share)
+            if plain and time.monotonic() - told >= INTERVAL:
+                told = time.monotonic()
+                left = view.tasks[0].time_remaining
+                words = "" if left is None else f", about {duration(left)} left"
+                typer.echo(f"{' '.join(name.split())}, {100 * share:.0f} %{words}", err=True)
+
+        yield show
+
+
+def stop(words: str) -> NoReturn:
+    """Ends the command after Ctrl-C, and says how to go on."""
+    Console(stderr=True, soft_wrap=True).print(f"Stopped: {words}", style="yellow", markup=False, highlight=False)
+    raise typer.Exit(130)
+
+
+@contextlib.contextmanager
+def stoppable(words: str | Callable[[], str]) -> Iterator[None]:
+    """Ctrl-C within ends the command with these words: what is kept, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        stop(words if isinstance(words, str) else words())

@@ -15,7 +15,6 @@ LAYERS = (
     "hfkvq.kernels",
     "hfkvq.caches",
     "hfkvq.terminal",
-    "hfkvq.progress",
     "hfkvq.measure",
     "hfkvq.serving",
     "hfkvq.vllm",

@@ -25,7 +25,6 @@ TRANSFORMERS_DOORS = {
 }
 TRANSFORMERS_PACKAGES = (
     "hfkvq.cli",
-    "hfkvq.doctor_cli",
     "hfkvq.lm_eval",
     "hfkvq.serving",
     *(f"hfkvq.measure.{name}" for name in ("demo", "divergence", "models", "reference")),

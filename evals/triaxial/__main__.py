@@ -27,7 +27,6 @@ from hfkvq.caches.tags import TAGS, ChatFormat, Tagger, get_format
 from hfkvq.measure.demo.prompts import load
 from hfkvq.measure.models import Source, find_model, load_tokenizer
 from hfkvq.measure.tables import new_table
-from hfkvq.progress import progress_bar, stoppable
 from hfkvq.terminal import (
     ChatModel,
     Commands,
@@ -39,6 +38,8 @@ from hfkvq.terminal import (
     output_file,
     pick_device,
     print_notes,
+    progress_bar,
+    stoppable,
     tokens_option,
 )
 

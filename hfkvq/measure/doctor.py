@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from torch import Tensor
 
+import hfkvq
 from hfkvq.caches.base.model_calls import with_cache
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.compile import compile_ahead, shapes_of
 from hfkvq.caches.schemes.base import split_knobs
-from hfkvq.caches.schemes.preset import Preset
+from hfkvq.caches.schemes.preset import Preset, get_preset
+from hfkvq.terminal import duration, print_notes
 
 from .demo.answers import answer, make_cache, texts
 from .demo.prompts import Batch, Subject, is_right, make_batches
+from .divergence import run as runs
 from .divergence.measurement import Measured, NotNumbers, measure
+from .divergence.windows import cut, find_texts
+from .models import load_model
 from .presets import long_context_bits
-from .records import BASELINE, device_name, now
+from .records import BASELINE, device_name, environment, now
+from .tables import NOTHING, aligned, new_table, small_number
 
 Record = dict[str, Any]
 
 SAFE, LOSSY, UNSAFE, REFUSED = "safe", "lossy", "unsafe", "refused"
 VERDICTS = (SAFE, LOSSY, UNSAFE)
+STYLES = {SAFE: "green", LOSSY: "yellow", UNSAFE: "bold red", REFUSED: "dim"}
 
 PRESETS = "best-4.3 best-3.4 best-2.8 best-2.5 saw-int4 saw-int4-kv int4 kitty-pro kitty kivi-2 mixkvq kvarn-k4v2"
 PRESETS += " triaxial arkv"
@@ -307,3 +319,134 @@ def _take(row: Record, rows: Sequence[Record]) -> str:
     if not safe:
         return "DynamicCache()"
     return python_line(min(safe, key=lambda each: abs(each["bits"] - row.get("bits", 4.0)))["name"])
+
+
+def examine_named(
+    model: str | None,
+    names: Sequence[str],
+    text: Sequence[Path] | None,
+    where: torch.device,
+    dtype: torch.dtype | None,
+    on_progress: Callable[[str, float], Any],
+) -> Record:
+    """Record of a model by its name; see `examine`. It also has text, weights, machine and duration."""
+    begin = time.monotonic()
+    chosen = {name: get_preset(name) for name in (FLOOR, *(names or PRESETS.split()))}
+    found = runs.find_checkpoint(model)
+    source, effort = found.source, EFFORTS[where.type]
+    refused = {}
+    for name in list(chosen):
+        try:
+            runs.check_schemes(found, {name: chosen[name]})
+        except ValueError as error:
+            refused[name] = str(error)
+            del chosen[name]
+    if not chosen.keys() - {FLOOR}:
+        raise ValueError(f"presets: {source.name} can use none of them: {'; '.join(refused.values())}")
+    room = getattr(found.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
+    given = cut(
+        find_texts(text, None, "", "text", source.reference, 0),
+        found.tokenizer,
+        min(room, effort.prompt + effort.scored),
+        effort.windows,
+    )
+    if source.reference and where.type == "cpu":
+        # Its operations are so small that several threads gain little.
+        torch.set_num_threads(1)
+    loaded = load_model(source, where, dtype)
+    subject = Subject(source.name, loaded, found.tokenizer, source.reference)
+    record = examine(subject, given.tokens, chosen, effort, refused, on_progress)
+    weights = source.origin or {"revision": getattr(loaded.config, "_commit_hash", None)}
+    if source.reference:
+        weights = {"bundled with hfkvq": hfkvq.__version__}
+    texts = ", ".join(dict.fromkeys(given.names))
+    seconds = time.monotonic() - begin
+    return record | {"weights": weights, "text": texts, "environment": environment(), "seconds": seconds}
+
+
+def print_record(console: Console, record: Record) -> None:
+    """Prints verdicts, reasons, lines to copy and what a bug report needs."""
+    console.print(_table(record))
+    print_notes(console, _notes(record))
+    console.print()
+    width = max(len(row["name"]) for row in record["rows"])
+    for row in record["rows"]:
+        if row["name"] == FLOOR:
+            continue
+        word = f"[{STYLES[row['verdict']]}]{row['verdict']:<7}[/]"
+        instead = "" if row["verdict"] == SAFE else "instead: "
+        console.print(
+            f"{row['name']:<{width}}  {word}  {instead}{escape(row['take'])}", highlight=False, soft_wrap=True
+        )
+        if instead:
+            console.print(f"  {row['reason']}", markup=False, highlight=False, soft_wrap=True)
+    console.print("\nFor a bug report:\n\n```text", highlight=False)
+    for line in report_lines(record):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print("```")
+
+
+def _cells(record: Record) -> list[list[str]]:
+    """Cells of the table: heads of the columns, the baseline, and a row for each preset."""
+    rows = [["preset", "verdict", "KLD", "99.9 %", "top-1 %", *record["stock"]]]
+    stock = {"name": BASELINE, "verdict": "", "tasks": record["stock"]}
+    for row in [stock, *record["rows"]]:
+        figures = [NOTHING] * 3
+        if "kld" in row:
+            figures = [*map(small_number, row["kld"].values()), f"{100 * row['top1']:.1f}"]
+        answers = [row.get("tasks", {}).get(task) for task in record["stock"]]
+        right = [NOTHING if each is None else f"{each['right']}/{each['of']}" for each in answers]
+        rows.append([row["name"], row["verdict"], *figures, *right])
+    return rows
+
+
+def _table(record: Record) -> Table:
+    view = new_table(f"{escape(record['model'])}, {record['dtype']}, on {record['device_type']}")
+    heads, *rows = _cells(record)
+    for at, head in enumerate(heads):
+        view.add_column(head, justify="right" if at > 1 else "left", no_wrap=True)
+    for at, (name, verdict, *figures) in enumerate(rows):
+        style = STYLES.get(verdict, "none")
+        view.add_row(name, f"[{style}]{verdict}[/]", *figures, end_section=not at)
+    return view
+
+
+def _notes(record: Record) -> list[str]:
+    effort = record["effort"]
+    said = [
+        f"KLD, nats, from DynamicCache's predictions: {effort['windows']} windows of {record['text']}, "
+        f"{effort['scored']} tokens each after {effort['prompt']:,}. Tasks: right answers, of short texts. In "
+        f"{duration(record['seconds'])}. So few tokens tell garbage from text, not 1 % from 2 %: `hfkvq kld` measures "
+        "more.",
+    ]
+    said += [f"{task} is left out of the verdicts: {words}." for task, words in record["left_out"].items()]
+    if keys := record["keys"]:
+        said.append(
+            f"Keys are most uneven in layer {keys['layer']}: a channel has {keys['times_median']:.0f} times the median."
+        )
+    floor = next((row for row in record["rows"] if row["name"] == FLOOR), None)
+    if floor is not None and floor["verdict"] in (LOSSY, UNSAFE):
+        said.append(
+            "`full` holds all 16 bits, and yet differs: the attention or the kernels are at fault, not the presets. "
+            "Please report it."
+        )
+    return said
+
+
+def report_lines(record: Record) -> list[str]:
+    """Block for a bug report: model, machine, versions and figures, in plain text."""
+    shapes = [
+        f"{one['heads']} query and {one['kv_heads']} KV heads of {one['head_dim']}"
+        + f", window {one['window']}" * bool(one["window"])
+        for one in record["attention_shapes"]
+    ]
+    weights = ", ".join(f"{name} {value}" for name, value in record["weights"].items() if value)
+    about = {
+        "model": f"{record['model']}, {record['layers']} layers, {'; '.join(shapes) or 'heads unknown'}",
+        "weights": weights or "unknown",
+        "run": f"{record['dtype']}, attention {record['attention']}, on {record['device']}, {record['date']}",
+    }
+    about |= record["environment"]
+    if keys := record["keys"]:
+        about["keys"] = f"layer {keys['layer']}: a channel {keys['times_median']:.1f} times the median"
+    return [*aligned(about.items()), "", *aligned(_cells(record))]

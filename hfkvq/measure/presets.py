@@ -306,16 +306,24 @@ def schemes_table(width: int) -> Table:
 
 def schemes_notes() -> list[str]:
     """Legend of the table."""
-    loss, steps = figures()["loss"], figures()["steps"]
+    loss = figures()["loss"]
     return [
         f"bits: per element in a long context, scales included, mean of keys and values, heads of {HEAD_DIM} channels; "
         "* per token that is kept.",
         f"loss: increase in perplexity over DynamicCache, on {loss['model']}, {loss['windows']} contexts of "
         f"{loss['context']:,} tokens; full shows what rounding alone does. Large models have not been measured.",
-        f"ms: one decode step at batch size 1 after {steps['context']:,} tokens, {steps['model']}, on one "
-        f"{steps['device']}; DynamicCache takes {steps['dynamic_ms']:.1f}. {NOTHING}: not measured.",
+        f"{steps_note()} {NOTHING}: not measured.",
         "`hfkvq schemes NAME` explains a preset and its options; `hfkvq recommend` chooses one for your GPU and text.",
     ]
+
+
+def steps_note() -> str:
+    """Legend of the times of steps."""
+    steps = figures()["steps"]
+    return (
+        f"ms: one decode step at batch size 1 after {steps['context']:,} tokens, {steps['model']}, on one "
+        f"{steps['device']}; DynamicCache takes {steps['dynamic_ms']:.1f}."
+    )
 
 
 def explain(name: str, preset: Preset) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import subprocess
 import time
@@ -13,6 +14,9 @@ from pathlib import Path
 import torch
 
 import hfkvq
+
+PACKAGES = ("torch", "transformers", "triton", "accelerate", "safetensors", "lm-eval", "optuna", "liger-kernel")
+"""Packages whose versions a bug report has."""
 
 BASELINE = "DynamicCache"
 """Transformers' own cache, which all others are compared with."""
@@ -64,3 +68,22 @@ def clock(device: torch.device) -> float:
 def finite(value: float) -> float | None:
     """None for what JSON has no number for."""
     return value if math.isfinite(value) else None
+
+
+def environment() -> dict[str, str]:
+    """Versions, GPUs and settings, by what they are of."""
+    found = versions(*PACKAGES)
+    source = commit()
+    # A package is named by its version; its folder stays private.
+    said = {"hfkvq": f"{hfkvq.__version__}, {f'checkout at {source}' if source else 'package'}"}
+    said |= {"python": str(found["python"]), "platform": platform.platform()}
+    said |= {name: found[name] or "not installed" for name in PACKAGES}
+    said["cpu"] = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    said["CUDA of torch"] = torch.version.cuda or "none"
+    if not torch.cuda.is_available():
+        said["GPU"] = "none"
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        about = torch.cuda.get_device_properties(index)
+        room = about.total_memory / 2**30
+        said[f"GPU {index}"] = f"{about.name}, {room:.0f} GiB, compute capability {about.major}.{about.minor}"
+    return said

@@ -35,6 +35,13 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
+def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of plain text, whose columns stand under each other."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def number(value: float | None, digits: int, unit: str = "") -> str:
     """So many digits behind the point."""
     return NOTHING if value is None else f"{value:,.{digits}f}{unit}"

@@ -146,7 +146,7 @@ class TestCommand:
         assert_refused(run(*options[:-1], "kivi-2"), "schemes: all that fit are unsafe on this model", 1)
 
         def stopped(*args, **options):
-            raise divergence.StoppedRun(None, 4)
+            raise divergence.Stopped
 
         monkeypatch.setattr(divergence, "measure_text", stopped)
         assert_refused(run(*options), "Stopped: no window was finished", 130)

@@ -296,11 +296,12 @@ class Stopped(KeyboardInterrupt):
 
     Attributes:
         measured: of the batches that all schemes had been measured on; None if there is none.
+        record: of the same, for `hfkvq kld`.
     """
 
-    def __init__(self, measured: Measured | None) -> None:
+    def __init__(self, measured: Measured | None = None, record: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.measured = measured
+        self.measured, self.record = measured, record
 
 
 def _measured(

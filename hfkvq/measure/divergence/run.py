@@ -38,6 +38,8 @@ def find_checkpoint(model: str | None) -> Checkpoint:
     Raises:
         ValueError: there is none, it cannot be read, or it has an encoder.
     """
+    # Loading weights has a progress bar of its own.
+    logging.disable_progress_bar()
     source = find_model(model)
     return Checkpoint(source, read_config(source), load_tokenizer(source))
 
@@ -60,19 +62,6 @@ def check_schemes(checkpoint: Checkpoint, schemes: dict[str, Preset | OtherCache
         MixedKVCache(checkpoint.config, preset, attach=False)
         if "tags" in preset.needs:
             Tagger.from_tokenizer(checkpoint.tokenizer)
-
-
-class StoppedRun(KeyboardInterrupt):
-    """Ctrl-C in the middle of a measurement.
-
-    Attributes:
-        record: of the windows that all schemes had been measured on; None if there is none.
-        windows: how many were asked for.
-    """
-
-    def __init__(self, record: report.Record | None, windows: int) -> None:
-        super().__init__()
-        self.record, self.windows = record, windows
 
 
 def check_prompt(context: int, prefill: int | None) -> int:
@@ -125,10 +114,8 @@ def measure_text(
     Raises:
         ValueError: see there.
         ImportError: a package is missing; its extra is named.
-        StoppedRun: Ctrl-C.
+        Stopped: Ctrl-C, with the record of what was measured.
     """
-    # Loading weights has a progress bar of its own.
-    logging.disable_progress_bar()
     where = torch.device("cpu") if device is None else device
     intervals.check_scipy(command)
     prompt = check_prompt(context, prefill)
@@ -169,7 +156,7 @@ def measure_text(
             on_progress=on_progress,
         )
     except Stopped as stop:
-        part_of = stop.measured
-        found = None if part_of is None else record_of(part_of, given.first(part_of.windows))
-        raise StoppedRun(found, len(given.tokens)) from None
+        if stop.measured is not None:
+            stop.record = record_of(stop.measured, given.first(stop.measured.windows))
+        raise
     return record_of(measured, given)

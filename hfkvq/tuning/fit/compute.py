@@ -7,19 +7,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from rich.markup import escape
+from rich.table import Table
 
 from hfkvq.caches.base.model_config import latent_dims, text_config
 from hfkvq.caches.layers.memory import format_bytes
-from hfkvq.caches.schemes.base import latent_layout, listed
+from hfkvq.caches.schemes.base import get_scheme, latent_layout, list_schemes, listed
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.measure.models import find_model, read_config
 from hfkvq.measure.models.outline import Outline, checkpoint_bytes
 from hfkvq.measure.presets import widest_first
+from hfkvq.measure.tables import new_table
 from hfkvq.sizes import parse_size
 from hfkvq.terminal import split
 
 from .layer import Arrival
-from .model import Plan, Weights, outline_of, plan, weights_of
+from .model import PEAK, Plan, Weights, outline_of, peak, plan, weights_of
 
 STOCK = ("bf16", "none")
 """Names of Transformers' own cache."""
@@ -59,7 +62,7 @@ def compute(
     generated: int = 0,
     prefill_chunk: int = 2048,
     schemes: str | None = None,
-    dtype: str | None = None,
+    dtype: torch.dtype | None = None,
     overhead: str = "1GiB",
     beyond: bool = False,
     default: Sequence[str] | None = None,
@@ -102,7 +105,7 @@ def compute(
         )
     if generated > tokens:
         raise ValueError(f"generated: got {generated}, allowed no more than the context of {tokens} tokens.")
-    kind = found.dtype if dtype is None else getattr(torch, dtype)
+    kind = dtype or found.dtype
     weights = weights_of(found, kind, checkpoint_bytes(source.path))
     if weights.total + spare >= memory:
         raise ValueError(
@@ -160,3 +163,61 @@ def presets_for(
         if schemes is not None or default is None or not odd:
             chosen[name] = preset
     return chosen
+
+
+def table(done: Computed) -> Table:
+    """A row for each cache: its bytes, and the largest batch and context."""
+    about = done.about
+    title = (
+        f"{escape(about['model'])}: {format_bytes(about['gpu_memory'])}, of which weights "
+        f"{format_bytes(done.weights.total)}, {about['batch']} x {about['context']:,} tokens"
+    )
+    view = new_table(title)
+    view.add_column("cache", no_wrap=True)
+    for name in ("bytes", "bytes per token", "prompt's peak*", "left", "largest batch", "longest context"):
+        view.add_column(name, justify="right")
+    for each in done.plans:
+        end = about["positions"]
+        longest = f"{each.context:,}" + (" (all)" if end and each.context == end else "")
+        view.add_row(
+            each.name,
+            format_bytes(each.cache),
+            format_bytes(each.cache / about["batch"] / about["context"]),
+            format_bytes(each.peak),
+            format_bytes(each.left) if each.left >= 0 else f"[red]-{format_bytes(-each.left)}[/red]",
+            f"{each.batch:,}" if each.batch else "[red]none[/red]",
+            longest if each.context else "[red]none[/red]",
+        )
+    return view
+
+
+def notes(done: Computed) -> list[str]:
+    """Legend of the table, a sentence or two each."""
+    about, found, weights, most = done.about, done.found, done.weights, done.most
+    size = 4 if about["dtype"] == "float32" else 2
+    whole = format_bytes(peak(found, about["batch"], about["context"] - about["generated"], size, None))
+    how = f"in pieces of {about['prefill_chunk']}" if about["prefill_chunk"] else "in one piece"
+    said = [
+        f"Weights: {weights.parameters:,} parameters, {weights.source}. Overhead: "
+        f"{format_bytes(about['overhead'])}, a guess (--overhead).",
+        f"* An estimate of the prompt's activations, {how} (in one piece: {whole}): {PEAK}.",
+        "Cache bytes are those that cache.memory() counts, for rows of equal length without padding. Largest batch: at "
+        "this context. Longest context: at batch size 1.",
+    ]
+    names = {each.name for each in done.plans}
+    evicting = [name for name in names if name in list_schemes() and get_scheme(name).evicts]
+    if evicting:
+        said.append(
+            f"{', '.join(sorted(evicting))}: these keep a budget of tokens, 1,024 per KV head by default, and evict "
+            "the others."
+        )
+    if "triaxial" in names:
+        said.append("triaxial: the upper bound, with all tokens in 4 bits.")
+    count = sum(layer.compressed or layer.window > 0 for layer in found.layers)
+    if not count:
+        said.append("This model has no layer of full attention: nothing is compressed.")
+    elif count < len(found.layers):
+        said.append(f"{count} of {len(found.layers)} cached layers are compressed; the others stay as they are.")
+    if most is None and about["positions"] and about["context"] > about["positions"]:
+        said.append(f"The config has {about['positions']:,} positions: load the model with RoPE scaling.")
+    return said

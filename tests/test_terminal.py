@@ -5,7 +5,7 @@ import time
 import pytest
 import typer
 
-from hfkvq.progress import duration, progress_bar, stop, stoppable
+from hfkvq.terminal import duration, progress_bar, stop, stoppable
 
 
 @pytest.mark.parametrize(
