@@ -24,7 +24,7 @@ from evals.reference.train import CHECKPOINT, read_problems
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.measure.divergence.measurement import measure
 from hfkvq.measure.divergence.naming import parse_measured
-from hfkvq.measure.divergence.report import as_record
+from hfkvq.measure.divergence.run import as_record
 from hfkvq.measure.divergence.windows import Text, Windows, cut, read_file, reference_documents
 from hfkvq.measure.records import commit, device_name, now, versions
 from hfkvq.measure.tables import markdown_table

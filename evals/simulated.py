@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -121,7 +121,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulated(OtherCache):
+class Simulated(OtherCache, ABC):
     """A method that rounds as its paper says; its fields are its options."""
 
     simulated = True

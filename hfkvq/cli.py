@@ -379,7 +379,7 @@ def demo(
     import torch
     from transformers.utils import logging
 
-    from hfkvq.measure.demo import Settings, report, run_demo
+    from hfkvq.measure.demo import Settings, run
     from hfkvq.measure.demo.prompts import CHAT_TASKS, load
     from hfkvq.measure.models import SMOLLM2
     from hfkvq.measure.reference import PLAIN_TASKS
@@ -403,15 +403,13 @@ def demo(
         # Its operations are so small that several threads gain little, and on a busy machine wait for each other.
         torch.set_num_threads(1)
     with stoppable(words), progress_bar() as show:
-        record = run_demo(subject, settings, lambda cache, task, share: show(f"{cache:<13} {task:<13}", share))
+        record = run.run_demo(subject, settings, lambda cache, task, share: show(f"{cache:<13} {task:<13}", share))
     console = make_console()
-    console.print(report.table(record, wide=console.width >= 118))
-    print_notes(console, report.notes(record))
+    console.print(run.table(record, wide=console.width >= 118))
+    print_notes(console, run.notes(record))
     console.print()
-    steps = report.next_steps(record)
-    width = max(len(command) for command, _ in steps)
-    for command, use in steps:
-        console.print(f"{command:<{width}}  {use}", highlight=False)
+    for line in run.next_steps(record):
+        console.print(line, highlight=False)
     save_json(console, record, json_file)
 
 
@@ -598,7 +596,7 @@ def kld(
     if text and dataset is not None:
         fail("text: got files and a data set; choose --text or --dataset.")
 
-    from hfkvq.measure.divergence import naming, report, run
+    from hfkvq.measure.divergence import naming, run
 
     stopped = False
     try:
@@ -630,8 +628,8 @@ def kld(
                 "take less time."
             )
     console = make_console()
-    console.print(report.table(record, wide=console.width >= 112))
-    print_notes(console, report.notes(record))
+    console.print(run.table(record, wide=console.width >= 112))
+    print_notes(console, run.notes(record))
     save_json(console, record, json_file)
     if stopped:
         done = record["windows"]

@@ -17,7 +17,7 @@ from evals.reference.tokenizer import CHAT_TEMPLATE
 from evals.tasks.common import Row, as_dataset, tokenizer_name, tokenizer_of
 from hfkvq.measure.demo.prompts import Subject, full_name, is_right, prompt_text
 from hfkvq.measure.reference import Example, evaluation_set
-from hfkvq.measure.reference.people import random_stream
+from hfkvq.measure.reference.chat import random_stream
 from hfkvq.measure.texts import KINDS, read_text
 
 PIECE = 80

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -22,8 +21,8 @@ _PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 """Spelling of a class: ``package.module:Class``."""
 
 
-class OtherCache(ABC):
-    """A cache that is not this library's, for `hfkvq kld` to measure.
+class OtherCache:
+    """A cache that is not this library's, for `hfkvq kld` to measure: ``kind(config=..., **options)``, or a subclass.
 
     Attributes:
         simulated: True if the cache holds everything in full precision and only rounds as its method would. Its bits
@@ -34,20 +33,25 @@ class OtherCache(ABC):
     simulated: ClassVar[bool] = False
     about: str = ""
 
-    @abstractmethod
+    def __init__(self, kind: type[Cache], options: Mapping[str, Any]) -> None:
+        self.kind, self.options = kind, dict(options)
+
     def to_dict(self) -> dict[str, Any]:
         """Settings, for records."""
+        return {"cache": self.kind.__name__, "simulated": False, **self.options}
 
-    @abstractmethod
     def check(self, config: Any) -> None:
         """Checks a model's config before its weights are loaded.
 
         Raises:
             ImportError: a package is missing; the message names it.
-            ValueError: the cache cannot hold this model's heads or layers.
+            ValueError: the cache cannot hold this model's heads or layers, or does not take its options.
         """
+        try:
+            self._make(config)
+        except TypeError as error:
+            raise ValueError(f"schemes: {self.kind.__name__} does not take these options: {error}.") from None
 
-    @abstractmethod
     def prepare(self, model: Any, tokenizer: Any, tokens: Tensor) -> Callable[[], Cache]:
         """Returns a function that makes empty caches of a model.
 
@@ -56,6 +60,10 @@ class OtherCache(ABC):
             tokenizer: the model's, or None.
             tokens: i64 (W, T), the windows to be measured. A calibration must not read them.
         """
+        return lambda: self._make(model.config)
+
+    def _make(self, config: Any) -> Cache:
+        return self.kind(config=config.get_text_config(decoder=True), **self.options)  # type: ignore[call-arg]
 
     def held_bytes(self, cache: Cache) -> float:
         """Bytes of all tensors of a cache; NaN if it is simulated."""
@@ -63,37 +71,7 @@ class OtherCache(ABC):
 
     def bits(self, cache: Cache) -> tuple[float, float]:
         """Payload bits of a quantized element, and bits per element of everything; NaN where bytes tell them."""
-        return math.nan, math.nan
-
-
-class PlainCache(OtherCache):
-    """A cache class of Transformers' interface, made by ``kind(config=..., **options)``.
-
-    Args:
-        kind: a subclass of `transformers.Cache`.
-    """
-
-    def __init__(self, kind: type[Cache], options: Mapping[str, Any], about: str = "") -> None:
-        self.kind, self.options, self.about = kind, dict(options), about
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"cache": self.kind.__name__, "simulated": False, **self.options}
-
-    def make(self, config: Any) -> Cache:
-        """An empty cache for a model's config."""
-        return self.kind(config=config.get_text_config(decoder=True), **self.options)  # type: ignore[call-arg]
-
-    def check(self, config: Any) -> None:
-        try:
-            self.make(config)
-        except TypeError as error:
-            raise ValueError(f"schemes: {self.kind.__name__} does not take these options: {error}.") from None
-
-    def prepare(self, model: Any, tokenizer: Any, tokens: Tensor) -> Callable[[], Cache]:
-        return lambda: self.make(model.config)
-
-    def bits(self, cache: Cache) -> tuple[float, float]:
-        """See `OtherCache.bits`; ``nbits`` is the name that Transformers gives the width."""
+        # Transformers gives the width this name.
         return float(self.options.get("nbits", math.nan)), math.nan
 
 
@@ -135,7 +113,7 @@ def find_other(text: str) -> OtherCache | None:
     finally:
         sys.path.remove(os.getcwd())
     if isinstance(kind, type) and issubclass(kind, Cache):
-        return PlainCache(kind, options)
+        return OtherCache(kind, options)
     if not (isinstance(kind, type) and issubclass(kind, OtherCache)):
         raise ValueError(f"schemes: {name} is neither a transformers.Cache nor an OtherCache of {__name__}.")
     try:

@@ -11,8 +11,7 @@ from functools import cache
 
 from hfkvq.measure.texts import read_text
 
-from .chat import Example
-from .people import WORDS, random_stream
+from .chat import WORDS, Example, random_stream
 
 PLAIN_TASKS = ("passkey", "needle", "copy")
 

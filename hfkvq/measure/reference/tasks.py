@@ -1,7 +1,7 @@
 """Seeded tasks of the reference model: exact recall, chained arithmetic and tool calls.
 
 Every example is a function of its task, split and seed. The two splits cannot meet: their random streams differ, and
-each example names a person whose name is drawn from the names held out for its split (see `people`).
+each example names a person whose name is drawn from the names held out for its split (see `draw_people`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import random
 import re
 
-from .chat import Example, Message, render
-from .people import Split, draw_people, random_stream
+from .chat import Example, Message, Split, draw_people, random_stream, render
 from .plain import PLAIN_TASKS, plain
 from .tool_calls import tools
 

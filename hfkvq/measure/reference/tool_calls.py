@@ -7,8 +7,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .chat import Example, Message, call_text, render
-from .people import WORDS, Split, draw_people, random_stream
+from .chat import WORDS, Example, Message, Split, call_text, draw_people, random_stream, render
 
 
 def _words(text: str) -> tuple[str, ...]:
