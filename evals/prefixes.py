@@ -33,14 +33,13 @@ from hfkvq.caches.schemes.base import Layout, SideLayout
 from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.kernels import hadamard
 from hfkvq.kernels.dispatch import reference
-from hfkvq.kernels.hadamard import rotation
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.quantize import dequantize_pages, quantize_pages
 from hfkvq.kernels.seal import channel_widths
 from hfkvq.measure.models import find_model, load_model, load_tokenizer
 from hfkvq.measure.presets import page_bits
 
-OF_SIDES = {"local", "unit", "rotate", "signs", "balance"}
+OF_SIDES = {"local", "unit", "rotate", "balance"}
 WHOLE = {"bits": 16, "axis": "token", "raised": (), "normed": False, "fit": 0, "group_size": 1}
 
 
@@ -77,8 +76,7 @@ def rounded(x: Tensor, layout: Layout, which: Side, scheme: Scheme, queries: tup
     if fmt.bits == 16:
         return x
     count = (x.shape[2] - layout.sink - side.local) // fmt.page_size * fmt.page_size
-    turn = rotation(side.rotate, side.signs)
-    own = hadamard(x[:, :, layout.sink : layout.sink + count].float().contiguous(), turn)
+    own = hadamard(x[:, :, layout.sink : layout.sink + count].float().contiguous(), side.rotate)
     pages, widths, norm = own.unflatten(2, (-1, fmt.page_size)), None, None
 
     def flat(each: Tensor) -> Tensor:
@@ -94,7 +92,7 @@ def rounded(x: Tensor, layout: Layout, which: Side, scheme: Scheme, queries: tup
     back = dequantize_pages(parts, fmt, which, x.shape[-1])
     back = back.unflatten(0, (len(x), -1)).transpose(1, 2).flatten(2, 3)
     out = x.clone()
-    out[:, :, layout.sink : layout.sink + count] = hadamard(back, turn, back=True).to(x.dtype)
+    out[:, :, layout.sink : layout.sink + count] = hadamard(back, side.rotate).to(x.dtype)
     return out
 
 

@@ -742,7 +742,7 @@ class Budget:
 
         def keys() -> Tensor:
             """Some of the layer's keys, as the model made them."""
-            plain = replaced(old, keys=replaced(old.keys, rotate=0, signs=0))
+            plain = replaced(old, keys=replaced(old.keys, rotate=0))
             raw = basis_change(old, plain, "keys", None if before is None else before.raw, None)
             first = torch.zeros(store.batch, dtype=torch.long, device=store.device)
             return Reader(store.state, "keys", raw).pages(first, 4)

@@ -174,7 +174,7 @@ def _decode_attention(
         dense = dense.masked_fill(column >= counted(i, "values")[:, None, None, None, None], 0.0)
         slot = slot.unflatten(-1, (-1, fmt.page_size)).permute(0, 3, 1, 2, 4)
         out = out + (slot @ dense).sum(1)
-    return hadamard(out, form.rotate_values, back=True).view(batch, query_heads, queries, value_dim).to(q.dtype)
+    return hadamard(out, form.rotate_values).view(batch, query_heads, queries, value_dim).to(q.dtype)
 
 
 def visible_probs(
@@ -252,7 +252,7 @@ def _latent_attention(
     logits = (own @ latents.transpose(-1, -2) + turned @ rotary.transpose(-1, -2)).mul(scaling)
     probs = visible_probs(logits.view(batch, 1, heads, queries, -1), where, counters, mask, sinks, softcap)
     out = probs @ latents.masked_fill((where == ABSENT)[:, None, :, None], 0.0)
-    return hadamard(out, form.rotate_keys, back=True).view(batch, heads, queries, dim).to(q.dtype)
+    return hadamard(out, form.rotate_keys).view(batch, heads, queries, dim).to(q.dtype)
 
 
 triton_slot("latent_attention", "latent:latent_attention_triton")

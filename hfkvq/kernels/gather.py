@@ -53,7 +53,7 @@ def gather_rows(
     dense = dense_columns(store, windows, views, side)
     dense = dense.gather(2, origin.clamp(min=0).expand(-1, dense.shape[1], -1, dense.shape[3]))
     dense = dense.masked_fill(origin < 0, 0.0)
-    return saturated(hadamard(dense, (store.rotate_keys, store.rotate_values)[at], back=True), sink.dtype)
+    return saturated(hadamard(dense, (store.rotate_keys, store.rotate_values)[at]), sink.dtype)
 
 
 @launched("gather:gather_requests_triton")
@@ -103,6 +103,6 @@ def gather_requests(
                 last = held // page * page
                 dense[last:] = filled[: held - last]
                 dense[:page] = first[:held]
-            dense = saturated(hadamard(dense, rotate, back=True), x.dtype)
+            dense = saturated(hadamard(dense, rotate), x.dtype)
             out[begin : begin + end] = torch.cat([dense, x[new : new + end - held]])
     return found[0], found[1]

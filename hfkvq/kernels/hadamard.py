@@ -5,29 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .chance import random_signs
 from .dispatch import call, define, triton_slot
-
-SIGNED = 1 << 16
-"""A rotation is one number: the order of its blocks, and this times the seed of its signs, 0 for none.
-
-Kernels have it as a literal: under Triton's interpreter a global constant does not divide their numbers.
-"""
-
-
-def rotation(block: int, seed: int = 0) -> int:
-    """The number of a rotation by blocks of ``block`` channels, with signs of a seed; 0 for none."""
-    return block + SIGNED * seed if block else 0
-
-
-def block_of(rotate: int) -> int:
-    """The order of a rotation's blocks."""
-    return rotate % SIGNED
 
 
 def factor_of(rotate: int) -> float:
     """Factor on a rotation's sums and differences; 1 without a rotation."""
-    return block_of(rotate) ** -0.5 if rotate else 1.0
+    return rotate**-0.5 if rotate else 1.0
 
 
 def largest_block(head_dim: int) -> int:
@@ -35,9 +18,8 @@ def largest_block(head_dim: int) -> int:
     return head_dim & -head_dim
 
 
-def check_rotation(name: str, rotate: int, head_dim: int) -> None:
+def check_rotation(name: str, block: int, head_dim: int) -> None:
     """Raises ValueError unless blocks of a rotation are 0 or a power of two that divides ``head_dim``."""
-    block = block_of(rotate)
     if block and (block < 2 or block & (block - 1)):
         raise ValueError(f"{name}: got block {block}, allowed 0 (no rotation) or a power of two.")
     if block and head_dim % block:
@@ -54,42 +36,33 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @define("hadamard")
-def _hadamard(x: Tensor, rotate: int, back: bool = False) -> Tensor:
-    block, seed = block_of(rotate), rotate // SIGNED
-    signs = random_signs(block, seed, x.device) if seed else None
+def _hadamard(x: Tensor, block: int) -> Tensor:
     # Butterflies, not a matmul: a library's order of sums depends on the shape, and then a token's bits would depend
     # on the chunk and the batch it came in.
     y, step = x.float().unflatten(-1, (-1, block)), 1
-    if signs is not None and not back:
-        y = y * signs
     while step < block:
         upper, lower = y.unflatten(-1, (-1, 2, step)).unbind(-2)
         y, step = torch.stack([upper + lower, upper - lower], -2).flatten(-3), 2 * step
-    if signs is not None and back:
-        y = y * signs
     return saturated((y * block**-0.5).flatten(-2), x.dtype)
 
 
 # The size of a cache is found on the meta device.
 @_hadamard.register_fake
-def _(x: Tensor, rotate: int, back: bool = False) -> Tensor:
+def _(x: Tensor, block: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 triton_slot("hadamard", "hadamard:hadamard_triton")
 
 
-def hadamard(x: Tensor, rotate: int, back: bool = False) -> Tensor:
-    """Rotates consecutive blocks of channels: ``y = (x S) H_h / sqrt(h)`` (SAW-INT4, section 3).
-
-    S are signs, the same in every block, of a seed, or all 1: then the rotation is its own inverse.
+def hadamard(x: Tensor, block: int) -> Tensor:
+    """Rotates consecutive blocks of channels: ``y = x H_h / sqrt(h)`` (SAW-INT4, section 3), which is its own inverse.
 
     Args:
         x: (..., D), any float dtype; computed in f32 and rounded once.
-        rotate: h, a power of two that divides D, or `rotation` of it and a seed; 0 returns ``x`` itself.
-        back: whether to undo a rotation.
+        block: h, a power of two that divides D; 0 returns ``x`` itself.
 
     Returns:
         (..., D) in the dtype of ``x``; the greatest number of f16 where that is exceeded.
     """
-    return call(_hadamard, x, x, rotate, back) if rotate else x
+    return call(_hadamard, x, x, block) if block else x

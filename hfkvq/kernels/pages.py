@@ -304,8 +304,7 @@ class StoreFormat:
     Attributes:
         runs: (key format, value format) of each run, narrow to wide; both have the same page size.
         sink: first tokens of a row, never quantized.
-        rotate_keys: rotation of the stored keys (queries are rotated to match), 0 for none: the Hadamard block, with
-            signs `hfkvq.kernels.hadamard.rotation` of it.
+        rotate_keys: rotation of the stored keys (queries are rotated to match), 0 for none: the Hadamard block.
         rotate_values: of the stored values (outputs are rotated back).
         latent: whether the keys' side holds latents, which are key and value at once, and the values' side the rotary
             parts of the keys: see `hfkvq.kernels.decode_attention`.

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chance import chance
 from .dispatch import Keep, call, define, triton_slot
 from .groups import F16_MAX, Groups
 from .norms import BALANCE, Balance, page_norms
@@ -16,8 +15,8 @@ from .pages import PageFormat, Side
 from .quantize import quantize_pages
 from .trellis import centre, own_scale
 
-RULES = ("k_abs", "range", "error", "random")
-"""Rules by which sealing itself can choose the raised channels; `range_rule` and `random_rule` have parameters."""
+RULES = ("k_abs", "range", "error")
+"""Rules by which sealing itself can choose the raised channels; `range_rule` has parameters."""
 
 SCORE_MAX = 1e18
 """Scores of ranges end here, so that their squares stay finite in f32."""
@@ -34,19 +33,13 @@ def range_rule(over16: float = 0.0, over4: float = 0.0, divisor: float = 1.0) ->
     return f"range:{over16!r}:{over4!r}:{divisor!r}"
 
 
-def random_rule(seed: int = 0) -> str:
-    """The rule "random" with a seed, below 2^31."""
-    return f"random:{seed}"
-
-
 class Rule(NamedTuple):
-    """A rule and its parameters: see `range_rule` and `random_rule`."""
+    """A rule and its parameters: see `range_rule`."""
 
     name: str
     over16: float = 0.0
     over4: float = 0.0
     divisor: float = 1.0
-    seed: int = 0
 
 
 def parse_rule(choose: str) -> Rule:
@@ -56,14 +49,11 @@ def parse_rule(choose: str) -> Rule:
         if name in RULES and not numbers:
             return Rule(name)
         if name == "range" and len(numbers) == 3:
-            over16, over4, divisor = map(float, numbers)
-            return Rule(name, over16, over4, divisor)
-        if name == "random" and len(numbers) == 1:
-            return Rule(name, seed=int(numbers[0]))
+            return Rule(name, *map(float, numbers))
     except ValueError:
         pass
     known = ", ".join(map(repr, RULES))
-    raise ValueError(f"choose: got {choose!r}, allowed None, {known} or what range_rule and random_rule return.")
+    raise ValueError(f"choose: got {choose!r}, allowed None, {known} or what range_rule returns.")
 
 
 def _halving_sum(x: Tensor) -> Tensor:
@@ -79,9 +69,7 @@ def _halving_sum(x: Tensor) -> Tensor:
     return x.squeeze(-2)
 
 
-def channel_widths(
-    keys: Tensor, fmt: PageFormat, choose: str, q_abs: Tensor | None = None, place: Tensor | None = None
-) -> Tensor:
+def channel_widths(keys: Tensor, fmt: PageFormat, choose: str, q_abs: Tensor | None = None) -> Tensor:
     """Widths by a rule: in every page and head, the channels of greatest score get the widest widths.
 
     A score is the sum of |K| over the page's tokens ("k_abs", Kitty's equation 2), times ``q_abs``, in f32; or the
@@ -96,9 +84,8 @@ def channel_widths(
     Args:
         keys: (B, H, n, G, D), any float dtype: n whole pages.
         fmt: the page format, whose ``raised`` says how many channels get which width.
-        choose: one of `RULES`, or what `range_rule` or `random_rule` returns.
+        choose: one of `RULES`, or what `range_rule` returns.
         q_abs: f32 (B, H, D), factor of each channel's score, or None.
-        place: (B, n), integers: which page of its row each is; None for the first n.
 
     Returns:
         u8 (B, H, n, D).
@@ -115,12 +102,6 @@ def channel_widths(
     elif name == "error":
         groups = Groups(x.unflatten(-2, (-1, fmt.group_size)), float(2**fmt.bits - 1), -2)
         score = _halving_sum(groups.squares(*groups.scales(fmt.fit)).squeeze(-2))
-    elif name == "random":
-        place = torch.arange(keys.shape[2], device=keys.device)[None] if place is None else place.long()
-        head = torch.arange(keys.shape[1], device=keys.device)[None, :, None, None]
-        channels = torch.arange(head_dim, device=keys.device)
-        # 24 bits, which f32 holds.
-        score = (chance(channels, place[:, None, :, None], head, rule.seed) >> 8).float().expand(*x.shape[:3], -1)
     else:
         score = _halving_sum(x.abs())
     if q_abs is not None:
@@ -190,7 +171,7 @@ def _seal(
         chosen = None if widths is None else widths[row, :, block]
         if choose and form.raised:
             weight = None if q_abs is None else q_abs[row]
-            chosen = channel_widths(x[:, :, None], form, choose, weight, (token // page)[:, None])[:, :, 0]
+            chosen = channel_widths(x[:, :, None], form, choose, weight)[:, :, 0]
         own = None if norm is None else norm[row, :, block]
         made = quantize_pages(x, form, "keys" if side == "keys" else "values", chosen, own)
         for part, new_part in zip(parts, made, strict=True):

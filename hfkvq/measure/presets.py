@@ -140,7 +140,7 @@ def _layers_words(scheme: Scheme, side: Side, head_dim: int) -> str:
         own = getattr(each.layout(*dims), side)
         said = "; or ".join(format_words(fmt, dims[side == "values"]) for fmt in own.formats)
         if own.rotate:
-            said += f", rotated in blocks of {own.rotate}" + " with random signs" * bool(own.signs)
+            said += f", rotated in blocks of {own.rotate}"
         words[said + ", smoothed" * (side == "keys" and each.smooths_keys)] += count
     (usual, _), *others = words.most_common()
     return "".join([usual, *(f"; in {count} % of the layers {each}" for each, count in others)])

@@ -364,7 +364,7 @@ class CompressedPages(FullAttentionCacheAllocator):
         dense = kernels.dequantize_pages(parts, fmt, side, self.head_dim).float()
         dense = dense.transpose(0, 1).flatten(1, 2)[None, :, :tokens]
         rotation = form.rotate_values if at else form.rotate_keys
-        return saturated(hadamard(dense, rotation, back=True), self.cache_dtype)
+        return saturated(hadamard(dense, rotation), self.cache_dtype)
 
 
 def arguments_of(scaling: float, given: dict[str, Any]) -> AttentionArguments:

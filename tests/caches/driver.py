@@ -67,8 +67,7 @@ def cases() -> dict[str, Scheme]:
     found["kitty-odd"] = get_scheme(found["kitty-odd"], **more)
     found["kivi-k4v2"] = small("kivi", key_bits=4, rotate_values=True, key_local_length=5)
     found["kitty-units"] = small("kitty", key_local_length=3, fit=3, value_unit=1)
-    found["saw-int4-odd"] = get_scheme(found["saw-int4-odd"], rotate="both", signs=5)
-    found["kitty-bare"] = get_scheme(found["kitty-bare"], score="random", seed=3)
+    found["saw-int4-odd"] = get_scheme(found["saw-int4-odd"], rotate="both")
     found["triaxial-odd"] = get_scheme(found["triaxial-odd"], fit=2, fit_values=4)
     found["snapkv+kitty-pro"] = within(small("snapkv+kitty-pro"))
     # Same code as their siblings; one corner of each is enough.

@@ -14,7 +14,6 @@ from hfkvq.caches.schemes import Kitty, Kivi, KVarN, SawInt4, base
 from hfkvq.caches.schemes.base import Layout, SideLayout, knob
 from hfkvq.kernels import PageFormat, channel_widths, hadamard
 from hfkvq.kernels.arguments import AttentionArguments
-from hfkvq.kernels.hadamard import rotation
 from hfkvq.measure.demo.run import choose_schemes
 from hfkvq.measure.divergence.naming import parse_measured
 from hfkvq.measure.presets import describe
@@ -91,20 +90,6 @@ def test_fitted_scales_change_how_pages_are_sealed_alone(name):
         formats = tuple(dataclasses.replace(fmt, fit=fit) for fmt in own.formats)
         assert getattr(fitted, side) == dataclasses.replace(own, formats=formats)
     assert {"fit", "fit_values"} <= set(get_scheme(name).searched())
-
-
-def test_kitty_raises_channels_at_random():
-    """Figure 4's baseline: its share of every page, by seed, page and head alone, each channel about as often."""
-    keys = torch.randn(3, 2, 64, 8, 32) * torch.arange(32)
-    own, other = (widths(Kitty(boost_ratio=0.25, score="random", seed=seed), keys) == 4 for seed in (1, 2))
-    assert (own.sum(-1) == 8).all()
-    assert (own == own[:1]).all()
-    assert 0.15 < (own & other).float().mean() / own.float().mean() < 0.35
-    assert 0.15 < (own[0, 0] & own[0, 1]).float().mean() / 0.25 < 0.35
-    each = own[0].flatten(0, 1).float().mean(0)
-    assert 0.12 < each.amin() < each.amax() < 0.38
-    scheme = Kitty(boost_ratio=0.25, score="random", page_size=8)
-    assert scheme.limits(32, 32) == Kitty(boost_ratio=0.25, page_size=8).limits(32, 32)
 
 
 def test_kitty_page_follows_its_score():
@@ -192,21 +177,8 @@ def test_saw_rotation_and_codec_by_hand():
     )
 
 
-def test_saw_has_signs_of_a_seed():
-    """Section 3's randomised transform: equal channels, which one Hadamard sum takes up, are spread as well."""
-    layout = SawInt4(signs=7, rotate="keys").layout(128, 64)
+def test_blocks_of_an_engine_have_no_sink_unless_asked_for():
     assert (SawInt4().shared, SawInt4(sink_length=4).shared) == (SawInt4(sink_length=0), SawInt4(sink_length=4))
-    assert (layout.keys.signs, layout.values.signs) == (7, 0)
-    assert layout.store != SawInt4(signs=8).layout(128, 64).store
-    assert (layout.store.rotate_keys, SawInt4().layout(128, 64).store.rotate_keys) == (rotation(128, 7), 128)
-    torch.manual_seed(0)
-    keys = torch.full((1, 1, 64, 32), 3.0) + 0.1 * torch.randn(1, 1, 64, 32)
-    errors = []
-    for signs in (0, 7):
-        layer = make(SawInt4(signs=signs, sink_length=0, fit=0, smooth_keys=False))
-        forward(layer, torch.zeros(1, 1, 64, 32), keys, keys)
-        errors.append(float((layer.dense("keys") - keys).square().mean()))
-    assert errors[1] < 0.8 * errors[0]
 
 
 def test_saw_quantizes_first():

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from hfkvq.kernels import PageFormat, RunView, StoreFormat, dequantize_pages, quantize_pages
-from hfkvq.kernels.chance import random_signs
-from hfkvq.kernels.hadamard import SIGNED, block_of
 
 
 @contextlib.contextmanager
@@ -55,15 +53,9 @@ def sylvester(order: int) -> Tensor:
     return torch.tensor(signs, dtype=torch.float64) / order**0.5
 
 
-def rotate(x: Tensor, rotation: int, back: bool = False) -> Tensor:
-    """Blocks of the last axis times their signs and the Hadamard matrix; or what was rotated so, back."""
-    if not rotation:
-        return x.double()
-    block, seed = block_of(rotation), rotation // SIGNED
-    matrix = sylvester(block)
-    if seed:
-        matrix = random_signs(block, seed, torch.device("cpu"))[:, None] * matrix
-    return (x.double().unflatten(-1, (-1, block)) @ (matrix.T if back else matrix)).flatten(-2)
+def rotate(x: Tensor, block: int) -> Tensor:
+    """Blocks of the last axis times the Hadamard matrix, which is its own inverse."""
+    return (x.double().unflatten(-1, (-1, block)) @ sylvester(block)).flatten(-2) if block else x.double()
 
 
 @dataclass
@@ -179,7 +171,7 @@ def build(case: Case, seed: int = 0, change: Callable[[str, Tensor], Tensor] | N
             for i, count in enumerate(counts):
                 _put(views[i], store.runs[i][at], side, row, orders[row][i][:count], x, known)
         windows[side] = (sink, ring)
-        dense[side] = rotate(known, case.rotate_keys if side == "keys" else case.rotate_values, back=True)
+        dense[side] = rotate(known, case.rotate_keys if side == "keys" else case.rotate_values)
 
     for row, length in enumerate(case.lengths):
         gone = max(length - case.queries - case.window + 1 - case.sink, 0) // store.runs[0][0].page_size

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from hfkvq.kernels import hadamard
-from hfkvq.kernels.chance import random_signs
 from hfkvq.kernels.dispatch import reference
-from hfkvq.kernels.hadamard import check_rotation, largest_block, rotation
+from hfkvq.kernels.hadamard import check_rotation, largest_block
 from tests.kernels.stores import rotate, sylvester
 
 
@@ -20,7 +19,7 @@ def test_rotation_of_unit_vectors_is_the_matrix(order):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("head_dim", "block"), [(64, 64), (80, 16), (96, rotation(32, 7)), (128, 2)])
+@pytest.mark.parametrize(("head_dim", "block"), [(64, 64), (80, 16), (96, 32), (128, 2)])
 def test_rotation(backend, dtype, head_dim, block):
     torch.manual_seed(0)
     x = torch.randn(2, 3, 5, head_dim).to(dtype)
@@ -29,12 +28,12 @@ def test_rotation(backend, dtype, head_dim, block):
     exact = rotate(x, block)
     # Rounded once: a half unit in the last place of the result, and a little for f32 sums.
     assert torch.allclose(got.cpu().double(), exact, rtol=torch.finfo(dtype).eps, atol=2e-6)
-    back = hadamard(got.float(), block, back=True).cpu().double()
+    back = hadamard(got.float(), block).cpu().double()
     assert torch.allclose(back, x.double(), atol=8 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("head_dim", "block"), [(64, 64), (80, rotation(16, 3)), (512, 512)])
+@pytest.mark.parametrize(("head_dim", "block"), [(64, 64), (80, 16), (512, 512)])
 def test_kernel_equals_reference_to_the_bit(backend, dtype, head_dim, block):
     """A token's stored bits must not depend on what computed its rotation, or on the shape it came in."""
     torch.manual_seed(0)
@@ -45,17 +44,6 @@ def test_kernel_equals_reference_to_the_bit(backend, dtype, head_dim, block):
     # Tokens of a projection that is shared with others.
     own = torch.randn(4, 5, 3, head_dim).to(dtype).to(backend)[:, 1:4]
     assert torch.equal(hadamard(own, block).cpu(), reference("hadamard")(own.cpu(), block))
-
-
-def test_random_signs():
-    """Of a seed, the same in every block and on every device; about as many of either."""
-    signs = random_signs(128, 7, torch.device("cpu"))
-    assert set(signs.tolist()) == {-1.0, 1.0}
-    assert abs(float(signs.mean())) < 0.2
-    assert signs[:8].tolist() == [1.0, -1.0, 1.0, 1.0, 1.0, 1.0, -1.0, 1.0]
-    assert abs(float((signs * random_signs(128, 8, torch.device("cpu"))).mean())) < 0.3
-    x = torch.eye(64)
-    assert torch.equal(hadamard(x, rotation(32, 7)), hadamard(x * signs[:32].repeat(2), 32))
 
 
 def test_no_rotation_is_no_copy():

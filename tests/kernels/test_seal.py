@@ -231,18 +231,17 @@ CHOSEN = [
     turns=2,
     over=("spec", "choose"),
 )
-@pytest.mark.parametrize(("choose", "weigh"), [("k_abs", False), ("k_abs", True), ("error", True), ("random:7", False)])
+@pytest.mark.parametrize(("choose", "weigh"), [("k_abs", False), ("k_abs", True), ("error", True)])
 @pytest.mark.parametrize(("spec", "head_dim"), CHOSEN)
 def test_chosen_channels_are_those_of_the_rule(backend, spec, head_dim, choose, weigh):
-    """The pages are those that the rule's widths give; at random by the place of a page in its row, not in the call."""
+    """The pages are those that the rule's widths give."""
     fmt = PageFormat.parse(spec)
     parts, table, count, new, source, index, _ = arguments(spec, "keys", head_dim, torch.float32)
     source *= torch.rand(head_dim).mul(2).exp()
     q_abs = torch.rand(ROWS, HEADS, head_dim) if weigh else None
     columns = index.clamp(max=source.shape[2] - 1).long()[:, None, :, None].expand(-1, HEADS, -1, head_dim)
     pages = source.gather(2, columns).unflatten(2, (-1, fmt.page_size))
-    place = count[:, None] // fmt.page_size + torch.arange(pages.shape[2])
-    widths = channel_widths(pages, fmt, choose, q_abs, place)
+    widths = channel_widths(pages, fmt, choose, q_abs)
     for width, room in fmt.raised:
         assert ((widths == width).sum(-1) == room).all()
     expected = by_reference(parts, (table, count, new, source, index, widths), spec, "keys")

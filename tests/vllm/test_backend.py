@@ -160,7 +160,7 @@ class Engine:
         parts = [part.cpu()[ids] for part in own.parts[at]]
         found = kernels.dequantize_pages(parts, fmt, side, self.dim).float()
         rotation = own.form.rotate_values if at else own.form.rotate_keys
-        return kernels.hadamard(found.transpose(1, 2).flatten(0, 1)[:tokens], rotation, back=True)
+        return kernels.hadamard(found.transpose(1, 2).flatten(0, 1)[:tokens], rotation)
 
     def expected(self, counts, starts, query, key, value, table):
         found, share = [], self.query_heads // self.heads

@@ -125,7 +125,7 @@ def attend_store(store: KVStore, query: Tensor, new: tuple[Tensor, Tensor], colu
     form, total = store.format, columns + query.shape[2]
     keys, values = (store.dense_before(x, side, total, back=False) for side, x in zip(SIDES, new, strict=True))
     out = lower_right(kernels.hadamard(query, form.rotate_keys), keys, values, scaling)
-    return kernels.hadamard(out, form.rotate_values, back=True)
+    return kernels.hadamard(out, form.rotate_values)
 
 
 def dense_attention(

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from hfkvq.bounded import parse_json
-from hfkvq.kernels.hadamard import check_rotation, largest_block, rotation
+from hfkvq.kernels.hadamard import check_rotation, largest_block
 from hfkvq.kernels.norms import BALANCE, Balance
 from hfkvq.kernels.pages import PageFormat, StoreFormat
 from hfkvq.kernels.step import MAX_STEP
@@ -151,7 +151,6 @@ class SideLayout:
         local: newest tokens that stay unquantized.
         unit: tokens that are sealed together; a multiple of the page where pages are sealed whole.
         rotate: Hadamard block, 0 for none.
-        signs: seed of the random signs that channels have before they are rotated, 0 for none.
         balance: how `kernels.page_norms` balances pages of normed formats.
     """
 
@@ -160,12 +159,6 @@ class SideLayout:
     unit: int = 1
     rotate: int = 0
     balance: Balance = BALANCE
-    signs: int = 0
-
-    @property
-    def rotation(self) -> int:
-        """The number by which kernels know its rotation; see `hfkvq.kernels.hadamard.rotation`."""
-        return rotation(self.rotate, self.signs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +196,7 @@ class Layout:
     @property
     def store(self) -> StoreFormat:
         runs = tuple(zip(self.keys.formats, self.values.formats, strict=True))
-        return StoreFormat(runs, self.sink, self.keys.rotation, self.values.rotation, self.latent, self.window)
+        return StoreFormat(runs, self.sink, self.keys.rotate, self.values.rotate, self.latent, self.window)
 
     @property
     def windowed(self) -> bool:

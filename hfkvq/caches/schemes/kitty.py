@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import PageFormat
-from hfkvq.kernels.seal import random_rule
 
 from .base import Entry, Layout, Scheme, SideLayout, knob, rotation_block
 
@@ -36,9 +35,7 @@ class Kitty(Scheme):
             0.125, Kitty-Pro 0.25.
         score: ranking of channels: mean |K| of the page ("k_abs", the paper's), mean |K| times mean |Q|
             of the queries seen since the last seal ("qk_abs"), the squared error that the channel would have at 2 bits
-            ("error"), or that times the square of mean |Q| ("q_error"). "random" is Figure 4's baseline: each channel
-            of a page and KV head has a random score, of ``seed``.
-        seed: seed of the random scores.
+            ("error"), or that times the square of mean |Q| ("q_error").
         sink_length: S, first tokens kept in full precision.
         local_length: R, newest values kept in full precision.
         key_local_length: newest keys kept in full precision, besides those waiting for a full page (0 in the paper:
@@ -108,8 +105,7 @@ class Kitty(Scheme):
     }
 
     boost_ratio: float = knob(0.125, low=0.0, high=1.0, search=[0.0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5])
-    score: str = knob("k_abs", choices=("k_abs", "qk_abs", "error", "q_error", "random"))
-    seed: int = knob(0, low=0, high=2**31 - 1)
+    score: str = knob("k_abs", choices=("k_abs", "qk_abs", "error", "q_error"))
     sink_length: int = knob(32, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(128, low=0, high=4096, search=[32, 64, 128, 256])
     key_local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
@@ -181,6 +177,4 @@ class Kitty(Scheme):
     @property
     def channel_rule(self) -> str:
         """Rule of eq. (2): the channels of greatest mean |K| over the page, or of another score, get 4 bits."""
-        if self.score == "random":
-            return random_rule(self.seed)
         return {"qk_abs": "k_abs", "q_error": "error"}.get(self.score, self.score)

@@ -21,17 +21,15 @@ class SawInt4(Scheme):
     Differs from the paper: the first tokens stay whole, key channels are smoothed, and scales of keys fitted, each of
     which an option undoes: ``saw-int4:sink_length=0:smooth_keys=false:fit=0`` is the paper's letter. Scale and minimum
     are stored in f16 (4.25 bits per element), not scale and zero point in f32 (4.5), which also keeps constant vectors
-    exact. Signs are random where ``signs`` says so. The newest tokens are attended before they are quantized, and
-    prompts attend to their own unquantized keys and values unless ``quantize_first`` says otherwise. K-means codes
-    (A.2) and Hessian-aware rotation (A.3) are simulated only, in evals/simulated.py.
-    Differs from the released code: as above, but for signs; any head dim with a power of two in it; no environment
-    variables.
+    exact. Channels have no random signs, which gained nothing (docs/papers.md). The newest tokens are attended before
+    they are quantized, and prompts attend to their own unquantized keys and values unless ``quantize_first`` says
+    otherwise. K-means codes (A.2) and Hessian-aware rotation (A.3) are simulated only, in evals/simulated.py.
+    Differs from the released code: as above, but for signs, which it has not either; any head dim with a power of two
+    in it; no environment variables.
 
     Attributes:
         rotate: rotated sides: "keys", "both", or "none" (plain token-wise INT4, a baseline).
         block: h, order of the Hadamard blocks, a power of two that divides head_dim; None takes the largest up to 128.
-        signs: seed of the random signs given to channels before their block is rotated (the paper's randomised
-            Hadamard transform); 0 for none, as in the released code.
         quantize_first: whether a prompt attends to its own keys and values as stored, as in the released code. This
             costs accuracy, but a stored prefix then gives the same results as one passed with the prompt. Steps and
             prompts of up to 16 tokens attend to their own unquantized tokens.
@@ -61,7 +59,6 @@ class SawInt4(Scheme):
 
     rotate: str = knob("keys", choices=("keys", "both", "none"), search=["keys", "both"])
     block: int | None = knob(None, low=2, high=1024)
-    signs: int = knob(0, low=0, high=32767)
     quantize_first: bool = knob(False, choices=(False, True))
     sink_length: int = knob(16, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
@@ -76,7 +73,7 @@ class SawInt4(Scheme):
         def side(dim: int, rotated: bool, fit: int) -> SideLayout:
             block = (self.block or rotation_block(dim)) if rotated else 0
             pages = PageFormat(4, "token", dim, self.page_size, fit=fit)
-            return SideLayout((pages,), self.local_length, rotate=block, signs=self.signs if block else 0)
+            return SideLayout((pages,), self.local_length, rotate=block)
 
         keys = side(key_dim, self.rotate in ("keys", "both"), self.fit)
         return Layout(keys, side(value_dim, self.rotate == "both", self.fit_values), self.sink_length)

@@ -145,7 +145,7 @@ def basis_change(old: Layout, new: Layout, side: Side, raw: Any, smooth: Any) ->
         raw: undoes the smoothing of keys, or None.
         smooth: smooths keys, or None.
     """
-    before, after = (own.keys.rotation if side == "keys" else own.values.rotation for own in (old, new))
+    before, after = (own.keys.rotate if side == "keys" else own.values.rotate for own in (old, new))
     if before == after and raw is smooth is None:
         return None
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..decode import LENGTH
 from ..dispatch import reference
-from ..hadamard import block_of, largest_block
+from ..hadamard import largest_block
 from ._lib import cdiv, power
-from .hadamard import saturated, turned
+from .hadamard import butterflies, saturated
 from .launch import Launch
 from .pair_format import Row
 
@@ -66,7 +66,7 @@ def append_side(b_x, x, sink, tail, i_b, i_w, i_length, strides, factor, H, T, S
         m_r, o_h, o_j, o_c = blocks_of(i, H, T, SHAPE)
         b_y = b_x
         if SHAPE.ROTATE:
-            b_y = saturated(turned(b_x.to(tl.float32), SHAPE.ROTATE, SHAPE.BR, False) * factor, x.dtype.element_ty)
+            b_y = saturated(butterflies(b_x.to(tl.float32), SHAPE.BLOCK, SHAPE.BR) * factor, x.dtype.element_ty)
         o_token = i_length + o_j
         m_sink = o_token < S
         o_head = i_w * H + o_h
@@ -115,7 +115,7 @@ def append_constants(
     found: dict[str, Any] = {"enable_fp_fusion": False}
     for name, shape, rotate in (("VALUES", values, rotate_values), ("KEYS", keys, rotate_keys)):
         _, heads, tokens, dim = shape
-        block = block_of(rotate) or largest_block(dim)
+        block = rotate or largest_block(dim)
         # Elements a step of the loop holds: enough for 16 bytes a thread, and no more than the tokens of the call.
         rows = power(min(tokens * heads * dim, 8192) // block)
         found[name] = AppendShape(dim, block, rotate, rows, cdiv(tokens * heads * dim, rows * block))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .hadamard import signs
 from .tiles import INTERPRETED, dotable
 
 UNIT = tl.constexpr(16777216.0)
@@ -291,11 +290,10 @@ def query_fields(
     factor is left to the caller.
     """
     o_e = tl.arange(0, BE)
-    H: tl.constexpr = ROTATE % 65536
     if ROTATE == 0:
         b_turn = (o_e[:, None] == o_e[None, :]).to(tl.float32)
     else:
-        WITHIN: tl.constexpr = H if H < E else E
+        WITHIN: tl.constexpr = ROTATE if ROTATE < E else E
         o_bits = o_e[:, None] & o_e[None, :] & (WITHIN - 1)
         # The sign is the parity of the bits in common.
         o_bits = o_bits ^ (o_bits >> 4)
@@ -313,9 +311,6 @@ def query_fields(
     b_qs = ()
     for f in tl.static_range(FIELDS):
         b_q = b_loads[f]
-        if ROTATE >= 65536:
-            b_sign = signs(channels_of(0, o_e, E, BITS) + first_channel(f, E, BITS), ROTATE)
-            b_q = (b_q.to(tl.float32) * b_sign[None, :]).to(b_q.dtype)
         if b_q.dtype == tl.float32:
             if INTERPRETED:
                 b_q = tl.dot(b_q, b_turn, input_precision="ieee")
@@ -332,10 +327,10 @@ def query_fields(
         else:
             b_q = tl.permute(b_q, (1, 0))
         b_qs = b_qs + (b_q,)
-    if H > E:
+    if ROTATE > E:
         for i in tl.static_range(FIELDS):
             # Stage i combines fields that stand 2^i apart, as long as they are of one block.
-            if (1 << i) * E < H:
+            if (1 << i) * E < ROTATE:
                 b_next = ()
                 for f in tl.static_range(FIELDS):
                     if f & (1 << i):

@@ -34,7 +34,7 @@ from ._lib import (
     side_kinds,
 )
 from .compile import Wanted
-from .hadamard import saturated, turned
+from .hadamard import butterflies, saturated
 from .launch import Launch
 
 TILE, WARPS = 4096, 4
@@ -50,9 +50,8 @@ def store_tokens(
 ):
     """Rotates tokens [BT, BD] back, and stores them in rows of D elements."""
     if ROTATE > 0:
-        H: tl.constexpr = ROTATE % 65536
-        b_x = tl.reshape(b_x.to(tl.float32), (BT * BD // H, H))
-        b_x = tl.reshape(turned(b_x, ROTATE, BT * BD // H, True) * rotation, (BT, BD))
+        b_x = tl.reshape(b_x.to(tl.float32), (BT * BD // ROTATE, ROTATE))
+        b_x = tl.reshape(butterflies(b_x, ROTATE, BT * BD // ROTATE) * rotation, (BT, BD))
     b_x = saturated(b_x, out.dtype.element_ty)
     o_d = tl.arange(0, BD)
     tl.store(out + o_row[:, None] * D + o_d[None, :], b_x, mask=m_t[:, None] & (o_d < D)[None, :])

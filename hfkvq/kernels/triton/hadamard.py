@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..hadamard import block_of, factor_of
+from ..hadamard import factor_of
 from ..hadamard import saturated as rounded
 from ._lib import F16_MAX, cdiv
-from .chance import chance
 from .compile import Wanted
 from .launch import Launch
 
@@ -45,24 +44,6 @@ def sign_matrix(N: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def signs(o_c, ROTATE: tl.constexpr):
-    """Sign of each channel, f32; see `hfkvq.kernels.hadamard`."""
-    return 1.0 - 2.0 * (chance(o_c % (ROTATE % 65536), None, None, ROTATE // 65536) & 1).to(tl.float32)
-
-
-@triton.jit
-def turned(b_x, ROTATE: tl.constexpr, BR: tl.constexpr, BACK: tl.constexpr):
-    """[BR, H] rotated, or rotated back, without the factor; H is the order of the rotation's blocks."""
-    H: tl.constexpr = ROTATE % 65536
-    if ROTATE >= 65536 and not BACK:
-        b_x = b_x * signs(tl.arange(0, H), ROTATE)[None, :]
-    b_x = butterflies(b_x, H, BR)
-    if ROTATE >= 65536 and BACK:
-        b_x = b_x * signs(tl.arange(0, H), ROTATE)[None, :]
-    return b_x
-
-
-@triton.jit
 def saturated(b_x, dtype: tl.constexpr):
     """f32 rounded to a dtype; see `hfkvq.kernels.hadamard.saturated`."""
     if dtype == tl.float16:
@@ -71,34 +52,30 @@ def saturated(b_x, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["ROWS", "INNER"])
-def hadamard_kernel(x, y, ROWS, INNER, stride, scale, ROTATE: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr):
+def hadamard_kernel(x, y, ROWS, INNER, stride, scale, H: tl.constexpr, BR: tl.constexpr):
     """BR blocks of channels; INNER of them lie side by side in ``x``, and the next ones a stride further."""
-    H: tl.constexpr = ROTATE % 65536
     o_r = tl.program_id(0) * BR + tl.arange(0, BR)
     o_d = tl.arange(0, H)[None, :]
     # [BR, H]
     m_x = (o_r < ROWS)[:, None] & (o_d < H)
     p_x = x + (o_r // INNER).to(tl.int64) * stride + o_r % INNER * H
     b_x = tl.load(p_x[:, None] + o_d, mask=m_x, other=0.0).to(tl.float32)
-    b_x = saturated(turned(b_x, ROTATE, BR, BACK) * scale, y.dtype.element_ty)
+    b_x = saturated(butterflies(b_x, H, BR) * scale, y.dtype.element_ty)
     tl.store(y + o_r.to(tl.int64)[:, None] * H + o_d, b_x, mask=m_x)
 
 
 @triton.jit
-def turn_back_kernel(x, y, norm, ROTATE: tl.constexpr, PDL: tl.constexpr):
+def turn_back_kernel(x, y, norm, H: tl.constexpr, PDL: tl.constexpr):
     """One block of 256 channels or more, f32, rotated back by two products instead of butterflies.
 
     Of so long a block most pairs stand in different warps, and each of nine stages would go through shared memory.
     """
-    H: tl.constexpr = ROTATE % 65536
     o_x = tl.program_id(0).to(tl.int64) * H + tl.arange(0, H)
     if PDL:
         tl.extra.cuda.gdc_wait()
     b_x = tl.reshape(tl.load(x + o_x), (16, H // 16))
     b_x = tl.dot(b_x, sign_matrix(H // 16, H // 16), input_precision="ieee")
     b_x = tl.reshape(tl.dot(sign_matrix(16, 16), b_x, input_precision="ieee"), (H,))
-    if ROTATE >= 65536:
-        b_x = b_x * signs(tl.arange(0, H), ROTATE)
     tl.store(y + o_x, saturated(b_x * norm, y.dtype.element_ty))
 
 
@@ -109,20 +86,19 @@ def turn_back_launch(blocks: int, rotate: int, dependent: bool, device: torch.de
         rotate: the rotation, of blocks of 256 channels or more.
         dependent: whether this one may start before the launch that writes the blocks is done.
     """
-    constants = {"ROTATE": rotate, "PDL": dependent, "num_warps": 4, **({"launch_pdl": True} if dependent else {})}
+    constants = {"H": rotate, "PDL": dependent, "num_warps": 4, **({"launch_pdl": True} if dependent else {})}
     return Launch(turn_back_kernel, (blocks,), {"norm": factor_of(rotate)}, constants, device)
 
 
 @lru_cache(maxsize=256)
-def _launch(rows: int, inner: int, stride: int, rotate: int, back: bool, device: torch.device) -> Launch:
+def _launch(rows: int, inner: int, stride: int, block: int, device: torch.device) -> Launch:
     """Takes what is rotated, and the result."""
-    block = block_of(rotate)
-    constants = {"ROTATE": rotate, "BACK": back, "BR": max(1, 2048 // block)}
-    numbers = {"ROWS": rows, "INNER": inner, "stride": stride, "scale": factor_of(rotate)}
+    constants = {"H": block, "BR": max(1, 2048 // block)}
+    numbers = {"ROWS": rows, "INNER": inner, "stride": stride, "scale": factor_of(block)}
     return Launch(hadamard_kernel, (cdiv(rows, constants["BR"]),), numbers, constants, device)
 
 
-def hadamard_triton(x: Tensor, rotate: int, back: bool = False) -> Tensor:
+def hadamard_triton(x: Tensor, block: int) -> Tensor:
     """Launcher of `hfkvq.kernels.hadamard`."""
     # Triton's interpreter truncates where bf16 should be rounded.
     out = torch.empty(x.shape, dtype=x.dtype if x.is_cuda else torch.float32, device=x.device)
@@ -131,12 +107,11 @@ def hadamard_triton(x: Tensor, rotate: int, back: bool = False) -> Tensor:
         tokens = x.dim() > 1 and x.select(0, 0).is_contiguous()
         x = x if tokens else x.contiguous()
         inner, stride = (x[0].numel(), x.stride(0)) if tokens else (x.numel(), x.numel())
-        block = block_of(rotate)
-        _launch(x.numel() // block, inner // block, stride, rotate, back, x.device)(x, out)
+        _launch(x.numel() // block, inner // block, stride, block, x.device)(x, out)
     return out if x.is_cuda else rounded(out, x.dtype)
 
 
-def hadamard_wanted(dtype: torch.dtype, rotate: int) -> Wanted:
+def hadamard_wanted(dtype: torch.dtype, block: int) -> Wanted:
     """The variant for tensors of a dtype."""
-    constants = {"ROTATE": rotate, "BACK": False, "BR": max(1, 2048 // block_of(rotate))}
-    return Wanted(hadamard_kernel, (dtype, dtype, 1, 1, 16, factor_of(rotate)), constants)
+    constants = {"H": block, "BR": max(1, 2048 // block)}
+    return Wanted(hadamard_kernel, (dtype, dtype, 1, 1, 16, factor_of(block)), constants)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import reference
-from ..hadamard import block_of, factor_of, hadamard
+from ..hadamard import factor_of, hadamard
 from ..masks import MaskKind, mask_kind
 from ..pages import PageFormat, StoreFormat
 from ._lib import capability, cdiv, multiprocessors, power
@@ -70,7 +70,7 @@ def key_of(latents: PageFormat, rotary: PageFormat, dim: int, rows: int) -> str:
 
 def _rotates(form: StoreFormat) -> int:
     """Rotation by which the kernel turns queries; 0 where fields are no blocks of channels in order."""
-    return form.rotate_keys if form.runs[0][0].bits == 4 and block_of(form.rotate_keys) <= 512 else 0
+    return form.rotate_keys if form.runs[0][0].bits == 4 and form.rotate_keys <= 512 else 0
 
 
 def _turns_apart(rotate: int) -> bool:
@@ -78,7 +78,7 @@ def _turns_apart(rotate: int) -> bool:
 
     A row's splits would then be read by as many programs as it has queries, and most of a GPU would wait.
     """
-    return block_of(rotate) >= 256
+    return rotate >= 256
 
 
 def _tile(bits: int, warps: int) -> int:
@@ -167,7 +167,7 @@ def _plan(
         merge = merge_launch(part, queries, scoring.sinks, form.rotate_keys, dependent, device, out_dtype)
         return LatentPlan(launch, merge, None, part, (batch, heads, queries, dim), out_dtype)
     merge = merge_launch(part, queries, scoring.sinks, 0, dependent, device, torch.float32)
-    blocks = batch * rows * dim // block_of(form.rotate_keys)
+    blocks = batch * rows * dim // form.rotate_keys
     turn = turn_back_launch(blocks, form.rotate_keys, dependent, device)
     return LatentPlan(launch, merge, turn, part, (batch, heads, queries, dim), out_dtype)
 

@@ -25,7 +25,7 @@ from .fields import (
     unpack8,
     weight,
 )
-from .hadamard import sign_matrix, signs
+from .hadamard import sign_matrix
 from .key_logits import visible_logits
 from .tiles import dotable, put
 from .value_sums import zero_tiles
@@ -115,25 +115,21 @@ def weight_at(at, bits, parts):
 def latent_queries(p_q, m_q, D: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, ROTATE: tl.constexpr):
     """Queries of rows ``p_q`` as tiles f32 [E, BM] by field, rotated (but for the factor) by ROTATE, 0 for not."""
     E: tl.constexpr = tile_of(D, BITS, TILE)
-    H: tl.constexpr = ROTATE % 65536
     o_e = tl.arange(0, E)
     b_qs = ()
     if ROTATE > 0:
-        b_turn = sign_matrix(E, H)
+        b_turn = sign_matrix(E, ROTATE)
     for f in tl.static_range(D // E):
         # [E, BM]
         p_x = p_q[None, :] + (channels_of(0, o_e, E, BITS) + first_channel(f, E, BITS))[:, None]
         b_q = tl.load(p_x, mask=m_q[None, :], other=0.0)
-        if ROTATE >= 65536:
-            b_sign = signs(channels_of(0, o_e, E, BITS) + first_channel(f, E, BITS), ROTATE)
-            b_q = (b_q.to(tl.float32) * b_sign[:, None]).to(b_q.dtype)
         if ROTATE > 0:
             b_q = tl.dot(dotable(b_turn.to(b_q.dtype)), dotable(b_q))
         b_qs = b_qs + (b_q.to(tl.float32),)
-    if H > E:
+    if ROTATE > E:
         for i in tl.static_range(len(b_qs)):
             # Stage i combines fields that stand 2^i apart, as long as they are of one block.
-            if (1 << i) * E < H:
+            if (1 << i) * E < ROTATE:
                 b_next = ()
                 for f in tl.static_range(len(b_qs)):
                     if f & (1 << i):

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..hadamard import block_of, factor_of
+from ..hadamard import factor_of
 from ._lib import cdiv, power
 from .fields import LOG2E
-from .hadamard import turned
+from .hadamard import butterflies
 from .launch import Launch
 
 SPLITS = (32, 128, 256)
@@ -66,8 +66,8 @@ def merge_kernel(
         b_top = b_new
     b_acc = b_acc / tl.maximum(b_sum, 1e-30)
     if ROTATE > 0:
-        H: tl.constexpr = ROTATE % 65536
-        b_acc = tl.reshape(turned(tl.reshape(b_acc, (BD // H, H)), ROTATE, BD // H, True), (BD,)) * norm
+        b_acc = tl.reshape(b_acc, (BD // ROTATE, ROTATE))
+        b_acc = tl.reshape(butterflies(b_acc, ROTATE, BD // ROTATE), (BD,)) * norm
     p_out = out + (i_bh * n_rows + i_m) * DV + o_d
     tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=o_d < DV)
 
@@ -99,7 +99,7 @@ def merge_launch(
     # Where splits are many and rows few, channels share the work; a rotation needs those of its blocks.
     width = power(value_dim) if splits <= 32 else min(32, power(value_dim))
     if rotate:
-        width = max(block_of(rotate), min(128, power(value_dim)))
+        width = max(rotate, min(128, power(value_dim)))
     # All splits at once, since rounds wait for each other; but every size is a variant to compile, so there are three.
     size = next((most for most in SPLITS if splits <= most), SPLITS[-1])
     large = rotate > 0 and splits > 32

@@ -10,7 +10,6 @@ import triton.language as tl
 from ...pages import PageFormat
 from ...seal import RULES, Rule, parse_rule
 from .._lib import F16_MAX, cdiv, fields_of, power
-from ..chance import chance
 from .arithmetic import affine_codes, affine_scale, inverse_of, is_wide, load_tokens, warps_of
 from .fit import FIT_THREAD, fit_scale, in_steps, squared_errors
 from .ranks import (
@@ -45,7 +44,6 @@ class ChannelShape(NamedTuple):
         OVER16: see `Rule`.
         OVER4: see `Rule`.
         DIVISOR: see `Rule`.
-        SEED: see `Rule`.
         COUNT4: channels that are raised to 4 bits.
         COUNT16: to 16.
         N4: channels that a page stores at 4 bits.
@@ -68,7 +66,6 @@ class ChannelShape(NamedTuple):
     OVER16: float
     OVER4: float
     DIVISOR: float
-    SEED: int
     COUNT4: int
     COUNT16: int
     N4: int
@@ -215,11 +212,7 @@ def seal_channels(
             b_key = at_channels(score_key(b_lost, p_weight, o_d, m_d, True, D), o_d, o_c, FH, C)
             b_key = tl.where(m_c, b_key, -1)
         else:
-            if CHOOSE == 4:
-                b_score = (chance(o_c, i_token // G, i_h, SHAPE.SEED) >> 8).to(tl.float32)
-            else:
-                b_score = score_channels(b_x, FH, BT, C)
-            b_key = score_key(b_score, p_weight, o_c, m_c, False, D)
+            b_key = score_key(score_channels(b_x, FH, BT, C), p_weight, o_c, m_c, False, D)
         b_rank = rank_keys(b_key, FH, C)
         if COUNT16 > 0:
             m_16 = b_rank < COUNT16
@@ -435,7 +428,6 @@ def channel_constants(
         OVER16=found.over16,
         OVER4=found.over4,
         DIVISOR=found.divisor,
-        SEED=found.seed,
         COUNT4=form.raised_count(4),
         COUNT16=form.raised_count(16),
         N4=form.raised_room(4),

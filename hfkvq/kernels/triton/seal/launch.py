@@ -57,8 +57,7 @@ def seal_triton(
     if rule and not _ranks(form, head_dim, rule):
         chosen = index.clamp(0, source.shape[2] - 1).long()[:, None, :, None]
         pages = source.gather(2, chosen.expand(-1, heads, -1, head_dim)).unflatten(2, (-1, form.page_size))
-        place = count[:, None] // form.page_size + torch.arange(pages.shape[2], device=count.device)
-        widths, rule = channel_widths(pages, form, rule, q_abs, place), ""
+        widths, rule = channel_widths(pages, form, rule, q_abs), ""
     weight = q_abs.to(torch.float32) if q_abs is not None and rule else None
     given = [x.contiguous() for x in (widths if form.raised else None, weight, norm) if x is not None]
     has = (widths is not None and bool(form.raised), weight is not None, None if norm is None else norm.dtype)
