@@ -19,10 +19,10 @@ from hfkvq.caches.eviction.evictor import choose
 from hfkvq.caches.schemes import H2O, TOVA, ExpectedAttention, PyramidKV, SnapKV, StreamingLLM
 from hfkvq.caches.schemes.eviction import EvictionScheme
 from hfkvq.caches.schemes.score_inputs import (
+    evidence_of,
     expected_attention,
-    keep_columns,
     keep_mask,
-    prompt_evidence,
+    prompt_candidates,
     token_scores,
 )
 from hfkvq.caches.store import Padding
@@ -57,11 +57,18 @@ QUERIES = rotated(PLAIN, torch.arange(TOKENS))
 KEYS, VALUES = noise(2, 1, HEADS, TOKENS, DIM), noise(3, 1, HEADS, TOKENS, DIM)
 
 
-def evidence_of(scheme, queries=QUERIES, keys=KEYS, values=VALUES, lead=None, **options):
+def evidence(scheme, queries=QUERIES, keys=KEYS, values=VALUES, lead=None, **options):
     """All rows' evidence at once."""
     arguments = AttentionArguments(queries.shape[-1] ** -0.5, **options)
-    ((_, found),) = prompt_evidence(scheme.evidence, scheme.queries, queries, keys, values, arguments, lead)
+    candidates = prompt_candidates(keys, values, lead)
+    ((_, found),) = evidence_of(candidates, scheme.evidence, scheme.queries, queries, arguments)
     return found
+
+
+def columns(scores, room, first, newest):
+    """Tokens that stay of rows that are alike."""
+    length = torch.full((len(scores),), scores.shape[1])
+    return [row.nonzero().flatten().tolist() for row in keep_mask(scores, length, length * 0 + room, first, newest)]
 
 
 def probabilities(queries=QUERIES, keys=KEYS):
@@ -80,7 +87,7 @@ class TestKvpress:
     def test_snapkv(self):
         """The window's queries, averaged; pooled over what is before the window alone, zeros beyond; then the group."""
         scheme = SnapKV(window=4, kernel=3)
-        scores = scheme.scores(evidence_of(scheme))
+        scores = scheme.scores(evidence(scheme))
         paid = probabilities()[0, :, -4:, :-4].mean(1)
         pooled = torch.nn.functional.pad(paid, (1, 1)).unfold(1, 3, 1).sum(2) / 3
         torch.testing.assert_close(scores[:, :-4], pooled.view(HEADS, SHARE, -1).mean(1))
@@ -90,13 +97,13 @@ class TestKvpress:
     def test_tova(self):
         """The last query, averaged over all heads of the layer."""
         scheme = TOVA()
-        scores = scheme.scores(evidence_of(scheme)).mean(0)
+        scores = scheme.scores(evidence(scheme)).mean(0)
         torch.testing.assert_close(scores, probabilities()[0, :, -1].mean(0))
         assert_numbers(scores[None, :-1], "tova")
 
     def test_h2o(self):
         """Its ObservedAttention is H2O's sum over queries, divided by how many of them see the token."""
-        scores = H2O().scores(evidence_of(H2O()))
+        scores = H2O().scores(evidence(H2O()))
         seen_by = torch.arange(TOKENS, 0, -1)
         torch.testing.assert_close(scores, probabilities()[0].sum(1).view(HEADS, SHARE, -1).mean(1))
         assert_numbers(scores / seen_by, "h2o")
@@ -114,7 +121,7 @@ class TestKvpress:
         half[DIM // 2 :, : DIM // 2], half[: DIM // 2, DIM // 2 :] = torch.eye(DIM // 2), -torch.eye(DIM // 2)
         turn = (cos[:, None] * torch.eye(DIM) + sin[:, None] * half).mean(0)
         mean, covariance = mean @ turn.T, turn @ covariance @ turn.T
-        found = evidence_of(ExpectedAttention(recent=TOKENS))
+        found = evidence(ExpectedAttention(recent=TOKENS))
         expected = expected_attention(
             mean.view(HEADS, SHARE, DIM), covariance.view(HEADS, SHARE, DIM, DIM), found, first=2
         )
@@ -129,8 +136,8 @@ class TestKvpress:
         """Four sinks and the newest tokens, as many as int(T (1 - ratio))."""
         scheme = StreamingLLM(budget_share=share)
         room = int(scheme.budget(torch.tensor(TOKENS), 0, 4))
-        scores = scheme.scores(evidence_of(scheme))
-        assert keep_columns(scores, room, scheme.first, scheme.window).tolist() == [kept] * HEADS
+        scores = scheme.scores(evidence(scheme))
+        assert columns(scores, room, scheme.first, scheme.window) == [kept] * HEADS
 
     @pytest.mark.parametrize(("tokens", "budget", "window", "beta", "budgets"), KVPRESS["pyramidkv"])
     def test_pyramidkv(self, tokens, budget, window, beta, budgets):
@@ -169,10 +176,9 @@ class TestEvidence:
         kinds = frozenset({"attention", "received", "queries", "keys", "values"})
         queries, keys, values = (torch.cat([x, x.flip(2)]) for x in (QUERIES, KEYS, VALUES))
         lead = torch.tensor([0, 7])
-        ((_, found),) = prompt_evidence(kinds, 5, queries, keys, values, AttentionArguments(0.5), lead)
-        ((_, alone),) = prompt_evidence(
-            kinds, 5, queries[1:, :, 7:], keys[1:, :, 7:], values[1:, :, 7:], AttentionArguments(0.5)
-        )
+        whole = prompt_candidates(keys, values, lead), prompt_candidates(keys[1:, :, 7:], values[1:, :, 7:])
+        ((_, found),) = evidence_of(whole[0], kinds, 5, queries, AttentionArguments(0.5))
+        ((_, alone),) = evidence_of(whole[1], kinds, 5, queries[1:, :, 7:], AttentionArguments(0.5))
         assert found.length.tolist() == [20, 20, 13, 13]
         for name in ("attention", "received", "keys", "values"):
             mine, its = found.of(name), alone.of(name)
@@ -189,7 +195,7 @@ class TestEvidence:
     def test_softcap_and_sinks(self):
         """As attention has them: logits are capped before the mask, and a sink takes its part."""
         sinks = torch.tensor([0.1, -0.3, 0.7, 0.2])
-        found = evidence_of(H2O(), softcap=0.9, sinks=sinks)
+        found = evidence(H2O(), softcap=0.9, sinks=sinks)
         logits = torch.tanh(QUERIES @ KEYS.repeat_interleave(SHARE, 1).mT / math.sqrt(DIM) / 0.9) * 0.9
         logits = logits.masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -torch.inf)
         logits = torch.cat([logits, sinks[None, :, None, None].expand(1, -1, TOKENS, 1)], -1)
@@ -198,7 +204,7 @@ class TestEvidence:
 
     def test_what_was_not_asked_for_is_missing(self):
         with pytest.raises(ValueError, match="evidence: 'keys' is missing"):
-            evidence_of(SnapKV()).of("keys")
+            evidence(SnapKV()).of("keys")
 
 
 def test_prompts_within_their_budget_are_left_alone():
@@ -221,7 +227,7 @@ def test_what_is_held_for_rollback_stays():
 class TestKeeping:
     def test_best_first_and_newest(self):
         scores = torch.tensor([[9.0, 1, 5, 5, 7, 0, 0, 0], [0.0, 1, 2, 3, 4, 9, 9, 9]])
-        assert keep_columns(scores, 5, 1, 2).tolist() == [[0, 2, 4, 6, 7], [0, 4, 5, 6, 7]]
+        assert columns(scores, 5, 1, 2) == [[0, 2, 4, 6, 7], [0, 4, 5, 6, 7]]
 
     def test_rows_of_many_lengths(self):
         """A row's tokens depend on it alone, and a row within its budget keeps all."""
@@ -229,8 +235,7 @@ class TestKeeping:
         rooms = torch.tensor([9, 12, 20, 9])
         mask = keep_mask(scores, lengths, rooms, 2, 3)
         for i, (length, room) in enumerate(zip(lengths.tolist(), rooms.tolist(), strict=True)):
-            expected = keep_columns(scores[i : i + 1, :length], min(room, length), 2, 3)[0]
-            assert mask[i].nonzero().flatten().tolist() == expected.tolist()
+            assert mask[i].nonzero().flatten().tolist() == columns(scores[i : i + 1, :length], room, 2, 3)[0]
 
     def test_what_always_stays_may_be_more_than_the_budget(self):
         mask = keep_mask(noise(6, 1, 10), torch.tensor([10]), torch.tensor([2]), 2, 3)
@@ -256,7 +261,7 @@ class TestContract:
         assert isinstance(scheme, EvictionScheme)
         assert scheme.evidence == {"attention"}
         assert get_scheme("arkv-window").evidence == set()
-        found = evidence_of(get_scheme("arkv", window=5))
+        found = evidence(get_scheme("arkv", window=5))
         assert found.attention is not None
         torch.testing.assert_close(
             scheme.scores(found), token_scores(found.attention, found.past(scheme.window), scheme.gamma)

@@ -9,7 +9,7 @@ from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches.base import warn_once
 from hfkvq.caches.eviction.evictor import shared
 from hfkvq.caches.layers.memory import memory_of
-from hfkvq.caches.schemes.score_inputs import keep_mask, prompt_evidence
+from hfkvq.caches.schemes.score_inputs import evidence_of, keep_mask, prompt_candidates
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, START
@@ -61,7 +61,8 @@ class Simulated:
             queries = queries[:, :, -scheme.queries :]
         self.seen += count
         self.held = torch.cat([self.held, new.expand(HEADS, -1)], 1)
-        found = prompt_evidence(scheme.evidence, scheme.queries, queries, *self.tokens(), AttentionArguments(DIM**-0.5))
+        arguments = AttentionArguments(DIM**-0.5)
+        found = evidence_of(prompt_candidates(*self.tokens()), scheme.evidence, scheme.queries, queries, arguments)
         scores = torch.cat([scheme.scores(each) for _, each in found])
         if scheme.asks_every_step:
             old = self.scores.gather(1, self.held)

@@ -8,7 +8,7 @@ how many tokens a row keeps, and asks the device nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
@@ -18,17 +18,16 @@ from torch import Tensor
 from hfkvq import kernels
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import ABSENT, LENGTH, START, column_positions, run_count
-from hfkvq.kernels.masks import fold_mask
 from hfkvq.kernels.pages import Side
+from hfkvq.kernels.products import run_pages
 
 from ..base.recorded import Group
 from ..layer_state.base import LayerBase, Part, unchanged_on_error
 from ..schemes.eviction import EvictionScheme
-from ..schemes.score_inputs import ELEMENTS, Attention, Evidence, Kind, keep_columns, keep_mask, prompt_evidence
+from ..schemes.score_inputs import Candidates, Evidence, evidence_of, keep_mask, prompt_candidates
 from ..store import MAX_STEP, SIDES, Padding, StoreState
 from ..store.kvstore import KVStore
 from ..store.packing import Packed
-from ..store.requantize import gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,110 +57,30 @@ def token_order(store: KVStore | StoreState, where: Tensor) -> Tensor:
 
 
 def stored_evidence(
-    kinds: Collection[Kind], store: KVStore, seen: QueryWindow, where: Tensor, order: Tensor
+    scheme: EvictionScheme, store: KVStore, seen: QueryWindow, where: Tensor, order: Tensor
 ) -> Iterator[tuple[slice, Evidence]]:
-    """Evidence of what is stored, the queries' own tokens included, a few folded rows at a time, and which rows.
+    """Evidence of what is stored, the queries' own tokens included; nobody pays a token that no query sees.
 
-    Nothing is computed but what is asked for. Keys, values and queries are in the basis of the store, which keeps
-    products and norms; nobody pays a token that no query sees.
+    Keys, values and queries are in the basis of the store, which keeps products and norms.
     """
-    query, real = store.folded(seen.query), seen.real.repeat_interleave(store.fold, 0)
-    if kinds:
-        query = kernels.hadamard(query.float(), store.format.rotate_keys)
-    # A step whose query nobody asks for has none.
-    rows, (_, share, queries, _) = store.batch, query.shape
-    length, columns = store.counters[LENGTH].long(), order.shape[1]
-    tokens: dict[Side, Tensor] = {}
-    for side in SIDES:
-        if side in kinds:
-            own = order
-            if side == "values":
-                form, tail = store.format, store.windows[3].shape[2]
-                own = token_order(store, column_positions(form, store.counters, store.runs, tail, side))
-            tokens[side] = gather(store.state, side, own, range(len(store.runs)))[:, 0]
-    asks = bool({"attention", "received"} & set(kinds))
-    # All queries of a long prompt would take too much memory at once.
-    most = max(1, ELEMENTS // (share * where.shape[1])) if "received" in kinds else queries
-    at_once = max(1, ELEMENTS // (share * min(queries, most) * where.shape[1])) if asks else rows
-    for first in range(0, rows, at_once):
-        own = slice(first, min(first + at_once, rows))
-        paid = received = None
-        if asks:
-            paid, received = _paid(store, seen, query[own], real[own], where[own], order[own], own, most)
-        yield (
-            own,
-            Evidence(
-                length=length[own],
-                columns=columns,
-                scaling=seen.arguments.scaling,
-                attention=paid,
-                received=received if "received" in kinds else None,
-                queries=query[own] if "queries" in kinds else None,
-                real=real[own] if "queries" in kinds else None,
-                keys=tokens["keys"][own] if "keys" in tokens else None,
-                values=tokens["values"][own] if "values" in tokens else None,
-            ),
-        )
 
+    def read(side: Side, own: slice) -> Tensor:
+        at, own_order = SIDES.index(side), order
+        if side == "values":
+            tail = store.windows[3].shape[2]
+            own_order = token_order(store, column_positions(store.format, store.counters, store.runs, tail, side))
+        dense = [store.windows[at][own].float()]
+        for i, (view, formats) in enumerate(zip(store.runs, store.format.runs, strict=True)):
+            sealed, parts = run_count(store.counters, i, side)[own], (view.keys, view.values)[at]
+            table, dim = view.table[own].contiguous(), store.dims[side]
+            dense.append(run_pages(table, sealed.contiguous(), parts, formats[at], side, dim))
+        x = torch.cat([*dense, store.windows[2 + at][own].float()], 2)[:, 0]
+        return x.gather(1, own_order[own, :, None].expand(-1, -1, x.shape[2]))
 
-def _paid(
-    store: KVStore,
-    seen: QueryWindow,
-    query: Tensor,
-    real: Tensor,
-    where: Tensor,
-    order: Tensor,
-    own: slice,
-    most: int,
-) -> tuple[Attention | None, Tensor]:
-    """Attention of folded rows' queries, ``most`` queries at a time: as it is if at once, and the sum."""
-    sinks, queries, total = seen.arguments.sinks, query.shape[2], None
-    if sinks is not None:
-        # f32 (B*H, r), of folded rows.
-        sinks = sinks.float().view(store.fold, -1).repeat(store.batch // store.fold, 1)
-    paid = None
-    for first in range(0, queries, most):
-        last = min(first + most, queries)
-        x = _logits(store, seen, query[:, :, first:last], where, order, own, first - queries)
-        paid = Attention.of(x, None if sinks is None else sinks[own], real[:, first:last])
-        part = paid.mean * paid.count[:, None, None]
-        total = part if total is None else total + part
-    assert total is not None, "somebody asks"
-    return paid if queries <= most else None, total
-
-
-def _logits(
-    store: KVStore, seen: QueryWindow, query: Tensor, where: Tensor, order: Tensor, own: slice, first: int
-) -> Tensor:
-    """Logits of some queries of folded rows, the first counted from the end, over all tokens: f32 (N, r, Q, n)."""
-    count, share, queries, _ = query.shape
-    q = query.mul(seen.arguments.scaling).flatten(1, 2)[:, None]
-    logits = [q @ store.windows[0][own].float().transpose(-1, -2)]
-    for i, (view, (fmt, _)) in enumerate(zip(store.runs, store.format.runs, strict=True)):
-        sealed = run_count(store.counters, i, "keys")[own].contiguous()
-        logits.append(kernels.qk_pages(q, view.table[own].contiguous(), sealed, view.keys, fmt))
-    logits.append(q @ store.windows[2][own].float().transpose(-1, -2))
-    x = torch.cat(logits, -1).view(count, share, queries, -1)
-    x = x.gather(-1, order[:, None, None].expand(-1, share, queries, -1))
-    if seen.arguments.softcap:
-        x = torch.tanh(x / seen.arguments.softcap) * seen.arguments.softcap
-    place = where.gather(1, order)
-    visible = (place > ABSENT)[:, None, None]
-    mask = fold_mask(seen.arguments.mask, seen.query.shape[0], store.fold)
-    if mask is None:
-        newest = store.counters[LENGTH, own, None] + first + torch.arange(queries, device=q.device)
-        visible = visible & (place[:, None] <= newest[..., None])[:, None]
-    else:
-        column = (place + store.counters[START, own, None]).clamp(0, mask.shape[-1] - 1).long()
-        shown = (mask if mask.shape[0] == 1 else mask[own]).expand(count, -1, -1, -1)
-        if shown.shape[2] > 1:
-            shown = shown[:, :, first:][:, :, :queries]
-        shown = shown.gather(-1, column[:, None, None].expand(-1, *shown.shape[1:3], -1))
-        if mask.is_floating_point():
-            x = x + shown
-        else:
-            visible = visible & shown.bool()
-    return x.masked_fill(~visible, -torch.inf)
+    start, length = store.counters[START].long(), store.counters[LENGTH].long()
+    candidates = Candidates(store.fold, where.gather(1, order), start, length, read)
+    query = kernels.hadamard(seen.query.float(), store.format.rotate_keys)
+    return evidence_of(candidates, scheme.evidence, scheme.queries, query, seen.arguments, seen.real)
 
 
 class Choice(NamedTuple):
@@ -219,41 +138,45 @@ def choose(
     if not max(rooms) or (rooms == lengths.tolist() and not scheme.asks_every_step):
         return None
     lead = None if padding is None else padding.lead.to(keys.device).long()
-    parts = [
-        scheme.scores(found)
-        for _, found in prompt_evidence(scheme.evidence, scheme.queries, query, keys, values, arguments, lead)
-    ]
-    scores, most, newest = shared(scheme, torch.cat(parts), heads), max(rooms), max(scheme.window, hold)
-    if lead is None:
-        return keep(scores, keys, values, most, scheme.first, newest)
-    length = tokens - lead
+    candidates = prompt_candidates(keys, values, lead)
+    found = evidence_of(candidates, scheme.evidence, scheme.queries, query, arguments)
+    scores = shared(scheme, torch.cat([scheme.scores(evidence) for _, evidence in found]), heads)
+    length = candidates.length[::heads]
     room = scheme.room(length, length, layer, layers, hold)
-    folded = [x.repeat_interleave(heads) for x in (length, room, lead)]
-    stays = keep_mask(scores, folded[0], folded[1], scheme.first, newest)
+    rows, newest = frozenset(zip(lengths.tolist(), rooms, strict=True)), max(scheme.window, hold)
+    return keep(scores, keys, values, length, room, rows, scheme.first, newest, padding is not None)
+
+
+def keep(
+    scores: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: Tensor,
+    room: Tensor,
+    rows: frozenset[tuple[int, int]],
+    first: int,
+    newest: int,
+    padded: bool = False,
+) -> Choice:
+    """The tokens of highest score (f32 (B*H, T)) of a prompt, ``room`` (i64 (B,)) of each row's ``length``.
+
+    Args:
+        rows: what `Choice` says, of which the device is not asked.
+        first: first tokens that always stay.
+        newest: newest tokens, likewise.
+        padded: whether padding stands before rows.
+    """
+    heads, tokens = keys.shape[1:3]
+    most = max(held for _, held in rows)
+    stays = keep_mask(scores, length.repeat_interleave(heads), room.repeat_interleave(heads), first, newest)
     # Kept tokens come last, in order; columns before them in shorter rows are padding now.
     rank = stays.to(torch.int8).argsort(dim=1, stable=True)[:, -most:]
-    columns = (rank + folded[2][:, None]).clamp(max=tokens - 1)
-    after = Padding((most - room).int(), frozenset(most - own for own in rooms), None)
-    rows = frozenset(zip(lengths.tolist(), rooms, strict=True))
-    evicted = (length - room).int()
-    return Choice(
-        *_gathered(columns, keys, values), columns, scores.gather(1, rank), after, tokens - most, evicted, rows
-    )
-
-
-def keep(scores: Tensor, keys: Tensor, values: Tensor, room: int, first: int, newest: int) -> Choice:
-    """The tokens of highest score (f32 (B*H, T)) of a prompt without padding; arguments as of `keep_columns`."""
-    (batch, _, tokens, _), columns = keys.shape, keep_columns(scores, room, first, newest)
-    evicted = torch.full((batch,), tokens - room, dtype=torch.int32, device=keys.device)
-    sides, rows = _gathered(columns, keys, values), frozenset({(tokens, room)})
-    return Choice(*sides, columns, scores.gather(1, columns), None, tokens - room, evicted, rows)
-
-
-def _gathered(columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (B, H, n, D) of each head's columns, i64 (B*H, n)."""
+    columns = (rank + (tokens - length).repeat_interleave(heads)[:, None]).clamp(max=tokens - 1)
+    padding = Padding((most - room).int(), frozenset(most - held for _, held in rows), None) if padded else None
     index = columns.view(*keys.shape[:2], -1, 1)
     keys, values = (x.gather(2, index.expand(-1, -1, -1, x.shape[3])) for x in (keys, values))
-    return keys, values
+    evicted = (length - room).int()
+    return Choice(keys, values, columns, scores.gather(1, rank), padding, tokens - most, evicted, rows)
 
 
 def shared(scheme: EvictionScheme, scores: Tensor, heads: int) -> Tensor:

@@ -14,13 +14,21 @@ from hfkvq.kernels.decode import LENGTH, run_count
 from ..base import outside_inference_mode
 from ..layer_state.base import LayerBase
 from ..schemes.arkv import Arkv
-from ..schemes.score_inputs import Evidence, prompt_evidence, tier_widths
+from ..schemes.score_inputs import Evidence, evidence_of, prompt_candidates, tier_widths
 from ..store import KVStore, StoreState
 from ..store.packing import Packed
 from ..store.requantize import EVICT, STAY, Requantized, positions, requantize_by_tiers, requantized, run_columns
 from ..store.rows import joined, part, used_blocks
 from ..store.windows import pages_for
-from .evictor import EvictingGroup, Eviction, QueryWindow, keep, store_choice, stored_evidence, token_order
+from .evictor import (
+    EvictingGroup,
+    Eviction,
+    QueryWindow,
+    keep,
+    store_choice,
+    stored_evidence,
+    token_order,
+)
 
 
 class Budget(NamedTuple):
@@ -177,11 +185,16 @@ class TierEvictor(Eviction[Arkv]):
         if not room:
             return False
         scores, statistics, (keys, values) = [], [], layer.staged
-        for _, found in prompt_evidence(policy.evidence, policy.queries, seen.query, keys, values, seen.arguments):
+        given = policy.evidence, policy.queries, seen.query, seen.arguments
+        candidates = prompt_candidates(keys, values)
+        for _, found in evidence_of(candidates, *given):
             scores.append(policy.scores(found))
             statistics += self._statistics(found)
         strength = self._strength_of(statistics)
-        choice = keep(torch.cat(scores), keys, values, room, 0, max(self.newest, *self.layer.held().sizes.local))
+        length = candidates.length[:: candidates.heads]
+        held, rows = torch.full_like(length, room), frozenset({(layer.seen, room)})
+        newest = max(self.newest, *layer.held().sizes.local)
+        choice = keep(torch.cat(scores), keys, values, length, held, rows, 0, newest)
         provisional = torch.ones(len(choice.scores), dtype=torch.bool, device=layer.device)
         store_choice(layer, choice, policy.window, keeps_columns=True)
         self.pending = None
@@ -223,7 +236,7 @@ class TierEvictor(Eviction[Arkv]):
         where = positions(store)
         order = token_order(store, where)
         scores, statistics = torch.empty(order.shape, device=order.device, dtype=torch.float32), []
-        for rows, found in stored_evidence(policy.evidence, store, seen, where, order):
+        for rows, found in stored_evidence(policy, store, seen, where, order):
             scores[rows] = policy.scores(found)
             if seen.prompt is not None:
                 statistics += self._statistics(found)
@@ -242,7 +255,9 @@ class TierEvictor(Eviction[Arkv]):
     def _statistics(self, found: Evidence) -> list[Tensor]:
         """Attention of some folded rows; None where no scheme asks for it."""
         policy = self.policy
-        return [] if found.attention is None else [policy.layer_statistics(found.attention, found.past(policy.window))]
+        if "attention" not in policy.evidence:
+            return []
+        return [policy.layer_statistics(found.attention, found.past(policy.window))]
 
     def _strength_of(self, statistics: list[Tensor]) -> Tensor | None:
         """f32 (B,) of the statistics of folded rows."""

@@ -176,7 +176,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
     def _scores(self, seen: QueryWindow, where: Tensor, order: Tensor) -> Tensor:
         """f32 (B*H, n), oldest token first; with their history, if the scheme remembers and a token has one."""
         policy = self.policy
-        found = stored_evidence(policy.evidence, self.layer.held(), seen, where, order)
+        found = stored_evidence(policy, self.layer.held(), seen, where, order)
         scores = torch.cat([policy.scores(evidence) for _, evidence in found])
         if self.scores is None or not policy.remembers:
             return scores

@@ -188,7 +188,6 @@ class Arkv(EvictionScheme):
         """Scores by eq. (9), or by age: f32 (N, n)."""
         if self.score == "recency":
             return evidence.rank.float()
-        assert evidence.attention is not None, "it is asked for"
         return token_scores(evidence.attention, evidence.past(self.window), self.gamma, self.stats == "paper")
 
     def layer_statistics(self, seen: Attention, past: Tensor) -> Tensor:

@@ -494,7 +494,7 @@ class ExpectedAttention(TokenEviction):
 
     def scores(self, evidence: Evidence) -> Tensor:
         """Scores ``(E + ε) |v|`` with E averaged over query heads: f32 (N, n)."""
-        query, real = evidence.of("queries").float(), evidence.of("real")
+        query, real = evidence.of("queries").float(), evidence.real
         place = evidence.length[:, None] - torch.arange(query.shape[2], 0, -1, device=query.device)
         weight = (real & (place >= self.sink_length))[:, None, :, None].float()
         count = weight.sum(2, keepdim=True).clamp(min=1)

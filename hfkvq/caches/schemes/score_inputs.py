@@ -1,16 +1,18 @@
-"""Evidence by which schemes that evict judge tokens: its computation from a prompt, and scores and ranks of it."""
+"""Evidence by which schemes that evict judge tokens: its computation, and scores and ranks of it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.kernels.decode import ABSENT
+from hfkvq.kernels.pages import Side
 
 Kind = Literal["attention", "received", "queries", "keys", "values"]
 """Kinds of `Evidence`, by the name of its field."""
@@ -76,33 +78,91 @@ class Attention:
         return (self.squares.sum(1) + between) / (heads * count - 1).clamp(min=1)
 
 
-@dataclass(frozen=True, kw_only=True)
+class Candidates(NamedTuple):
+    """Tokens to judge, of rows that are one KV head each (row ``b * H + h``), oldest first.
+
+    Attributes:
+        heads: H.
+        position: integers (N, n), of each token in its row; `ABSENT` behind a row's end.
+        start: i64 (N,), column of attention at which a row's position 0 stands.
+        length: i64 (N,), tokens of each row; the newest are the queries' own.
+        read: keys or values of some of the rows, (M, n, D), anything behind a row's end.
+    """
+
+    heads: int
+    position: Tensor
+    start: Tensor
+    length: Tensor
+    read: Callable[[Side, slice], Tensor]
+
+
+def prompt_candidates(keys: Tensor, values: Tensor, lead: Tensor | None = None) -> Candidates:
+    """The tokens of a prompt, (B, H, T, D) on both sides, before anything of it is stored.
+
+    ``lead``: i64 (B,), padding before each row's first token; None for none.
+    """
+    batch, heads, tokens, _ = keys.shape
+    start = torch.zeros(batch, dtype=torch.int64, device=keys.device) if lead is None else lead.long()
+    start, rank = start.repeat_interleave(heads), torch.arange(tokens, device=keys.device)
+    length = tokens - start
+
+    def read(side: Side, own: slice) -> Tensor:
+        x = (keys if side == "keys" else values).flatten(0, 1)[own]
+        if lead is None:
+            return x
+        column = (rank + start[own, None]).clamp(max=tokens - 1)
+        return x.gather(1, column[..., None].expand_as(x))
+
+    return Candidates(heads, torch.where(rank < length[:, None], rank, ABSENT), start, length, read)
+
+
 class Evidence:
     """Evidence of the n tokens of N rows, each of one KV head with r query heads; oldest tokens first.
 
-    Fields that the scheme has not asked for are missing.
+    Nothing is computed before it is asked for.
 
     Attributes:
         length: i64 (N,), tokens of each row; entries behind them are arbitrary, but for zeros in probabilities.
         columns: n, at least the longest row's.
         scaling: factor on the logits of attention.
-        attention: what the newest queries pay.
-        received: f32 (N, r, n), sum of what all queries of a prompt pay, or those of a step.
-        queries: (N, r, Q, D), the newest, with their positions in them, in the model's dtype.
-        real: bool (N, Q), those of them that are no padding; comes with them.
-        keys: (N, n, D), with their positions in them, as the cache holds them or is given them.
-        values: (N, n, Dv), likewise.
     """
 
-    length: Tensor
-    columns: int
-    scaling: float
-    attention: Attention | None = None
-    received: Tensor | None = None
-    queries: Tensor | None = None
-    real: Tensor | None = None
-    keys: Tensor | None = None
-    values: Tensor | None = None
+    def __init__(
+        self,
+        candidates: Candidates,
+        own: slice,
+        kinds: Collection[Kind],
+        newest: int,
+        query: Tensor,
+        real: Tensor,
+        arguments: AttentionArguments,
+    ) -> None:
+        self._candidates, self._own, self._kinds, self._newest = candidates, own, kinds, newest
+        self._query, self._real = query, real
+        self.scaling, mask, self._softcap, sinks, *_ = arguments
+        heads, position, start, length, _ = candidates
+        self._position, self._start, self.length, self.columns = (
+            position[own],
+            start[own],
+            length[own],
+            position.shape[1],
+        )
+        rows = torch.arange(own.start, own.stop, device=length.device)
+        self._row, self._head = rows // heads, rows % heads
+        self._mask = mask if mask is None or mask.shape[1] == 1 else mask.unflatten(1, (heads, -1))
+        # f32 (N, r).
+        self._sinks = None if sinks is None else sinks.float().view(heads, -1)[self._head]
+
+    def of(self, name: Kind) -> Tensor:
+        """One of the properties that are called so; of "attention" its mean.
+
+        Raises:
+            ValueError: `EvictionScheme.evidence` does not name it.
+        """
+        if name not in self._kinds:
+            raise ValueError(f"evidence: {name!r} is missing; the scheme's `evidence` must name it.")
+        found = getattr(self, name)
+        return found.mean if isinstance(found, Attention) else found
 
     @cached_property
     def rank(self) -> Tensor:
@@ -113,28 +173,99 @@ class Evidence:
         """Mask of tokens older than the newest ``window``: bool (N, n)."""
         return self.rank < (self.length - window)[:, None]
 
-    def of(self, name: str) -> Tensor:
-        """A field that was asked for; of "attention" its mean.
+    @cached_property
+    def keys(self) -> Tensor:
+        """(N, n, D), with their positions in them, as the cache holds them or is given them."""
+        return self._candidates.read("keys", self._own)
 
-        Raises:
-            ValueError: it is missing, since `EvictionScheme.evidence` does not name it.
-        """
-        found = getattr(self, name)
-        if found is None:
-            raise ValueError(f"evidence: {name!r} is missing; the scheme's `evidence` must name it.")
-        return found.mean if isinstance(found, Attention) else found
+    @cached_property
+    def values(self) -> Tensor:
+        """(N, n, Dv), likewise."""
+        return self._candidates.read("values", self._own)
+
+    @property
+    def queries(self) -> Tensor:
+        """(N, r, Q, D), the newest, with their positions in them, in the basis of the keys."""
+        return self._query[:, :, -self._newest :]
+
+    @property
+    def real(self) -> Tensor:
+        """Mask of the newest queries that are no padding: bool (N, Q)."""
+        return self._real[:, -self._newest :]
+
+    @cached_property
+    def attention(self) -> Attention:
+        """Attention that the newest queries pay."""
+        queries = self._query.shape[2]
+        return self._paid(max(queries - self._newest, 0), queries, self.columns)
+
+    @cached_property
+    def received(self) -> Tensor:
+        """Sum of the attention that all queries of a prompt pay, or those of a step: f32 (N, r, n)."""
+        count, r, queries, _ = self._query.shape
+        total = torch.zeros(count, r, self.columns, device=self._query.device, dtype=torch.float32)
+        at_once = max(1, ELEMENTS // (count * r * self.columns))
+        for first in range(0, queries, at_once):
+            last = min(first + at_once, queries)
+            # Later tokens are not seen yet, where no mask says otherwise.
+            seen = self.columns - queries + last if self._mask is None else self.columns
+            paid = self._paid(first, last, seen)
+            total[..., :seen] += paid.mean * paid.count[:, None, None]
+        return total
+
+    def _paid(self, first: int, last: int, columns: int) -> Attention:
+        """Attention of queries ``first`` to ``last`` to the first ``columns`` tokens; the others are not seen."""
+        position, queries = self._position[:, :columns], self._query.shape[2]
+        q = self._query[:, :, first:last].float()
+        x = (q.flatten(1, 2) @ self.keys[:, :columns].float().mT).mul_(self.scaling).unflatten(1, q.shape[1:3])
+        if self._softcap:
+            x = torch.tanh(x / self._softcap) * self._softcap
+        hidden = (position == ABSENT)[:, None, None]
+        if self._mask is None:
+            newest = self.length[:, None] + torch.arange(first - queries, last - queries, device=x.device)
+            hidden = hidden | (position[:, None] > newest[..., None])[:, None]
+        else:
+            shown = self._shown(self._mask, position, first - queries, last - first)
+            x, hidden = (x + shown, hidden) if shown.is_floating_point() else (x, hidden | ~shown.bool())
+        return Attention.of(x.masked_fill_(hidden, -torch.inf), self._sinks, self._real[:, first:last])
+
+    def _shown(self, mask: Tensor, position: Tensor, first: int, count: int) -> Tensor:
+        """The mask of ``count`` queries, the first counted from the end, and of tokens: (N, r or 1, Q or 1, n)."""
+        mask = mask if mask.shape[-2] == 1 else mask[..., first:, :][..., :count, :]
+        row = self._row if mask.shape[0] > 1 else torch.zeros_like(self._row)
+        mask = mask[row, self._head] if mask.dim() == 5 else mask[row]
+        column = (position + self._start[:, None]).clamp(0, mask.shape[-1] - 1).long()
+        return mask.gather(3, column[:, None, None].expand(-1, *mask.shape[1:3], -1))
 
 
-def keep_columns(scores: Tensor, room: int, first: int, newest: int) -> Tensor:
-    """The tokens that stay of rows that are alike, by scores f32 (N, n): i64 (N, room), in order.
+def evidence_of(
+    candidates: Candidates,
+    kinds: Collection[Kind],
+    newest: int,
+    query: Tensor,
+    arguments: AttentionArguments,
+    real: Tensor | None = None,
+) -> Iterator[tuple[slice, Evidence]]:
+    """Evidence of tokens, some rows at a time, and which rows.
 
-    ``room`` is at least the ``first`` and ``newest`` tokens, which always stay, and at most n.
+    Args:
+        kinds: `EvictionScheme.evidence`.
+        newest: `EvictionScheme.queries`.
+        query: (B, Hq, Q, D), the newest queries or, for "received", all that have come; of no rows where none is asked.
+        arguments: of the attention call, whose mask is of the columns up to the newest.
+        real: bool (B, Q), queries that are no padding; None where padding stands before rows alone.
     """
-    columns = scores.shape[1]
-    rank = torch.arange(columns, device=scores.device)
-    always = (rank < first) | (rank >= columns - newest)
-    order = scores.masked_fill(always, torch.inf).argsort(dim=1, descending=True, stable=True)
-    return order[:, :room].sort(dim=1).values
+    (rows, columns), (_, _, queries, dim) = candidates.position.shape, query.shape
+    if real is None:
+        # The newest query is of the newest token.
+        real = candidates.length[:: candidates.heads, None] >= torch.arange(queries, 0, -1, device=query.device)
+    query, real = query.unflatten(1, (candidates.heads, -1)).flatten(0, 1), real.repeat_interleave(candidates.heads, 0)
+    # Probabilities of the newest queries, or keys.
+    most = max(query.shape[1] * min(newest, queries), dim)
+    at_once = max(1, ELEMENTS // (columns * most)) if kinds else rows
+    for first in range(0, rows, at_once):
+        own = slice(first, min(first + at_once, rows))
+        yield own, Evidence(candidates, own, kinds, newest, query[own], real[own], arguments)
 
 
 def keep_mask(scores: Tensor, length: Tensor, room: Tensor, first: int, newest: int) -> Tensor:
@@ -146,136 +277,6 @@ def keep_mask(scores: Tensor, length: Tensor, room: Tensor, first: int, newest: 
     order = judged.argsort(dim=1, descending=True, stable=True)
     place = torch.empty_like(order).scatter_(1, order, rank)
     return held & ((place < room[:, None]) | always)
-
-
-def prompt_evidence(
-    kinds: Collection[Kind],
-    newest: int,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    arguments: AttentionArguments,
-    lead: Tensor | None = None,
-) -> Iterator[tuple[slice, Evidence]]:
-    """Evidence of a first prompt, before anything of it is stored; nothing is asked of the device.
-
-    Args:
-        kinds: `EvictionScheme.evidence`.
-        newest: `EvictionScheme.queries`.
-        query: (B, Hq, Q, D), the newest queries or, for "received", those of all T tokens.
-        keys: (B, H, T, D), not rotated.
-        arguments: of the attention call, whose mask is of all T tokens.
-        lead: i64 (B,), padding before each row's first token; None for none.
-
-    Yields:
-        Folded rows, ``b * H + h``, a few at a time; their evidence, whose tokens are columns ``lead`` and up.
-    """
-    batch, heads, tokens, _ = keys.shape
-    queries, r = query.shape[2], query.shape[1] // heads
-    last = queries - min(newest, queries)
-    start = torch.zeros(batch, dtype=torch.int64, device=keys.device) if lead is None else lead.long()
-    # A row of keys at a time where all queries are asked.
-    width = queries if "received" in kinds else max(queries - last, keys.shape[3])
-    at_once = max(1, ELEMENTS // (r * tokens * width))
-    for first in range(0, batch * heads, at_once):
-        own = slice(first, min(first + at_once, batch * heads))
-        part = _Prompt(query, keys, arguments, start, lead is not None, own)
-        yield (
-            own,
-            Evidence(
-                length=tokens - part.lead,
-                columns=tokens,
-                scaling=arguments.scaling,
-                attention=part.attention(last) if "attention" in kinds else None,
-                received=part.received() if "received" in kinds else None,
-                queries=part.query[:, :, last:] if "queries" in kinds else None,
-                real=part.real(last, queries) if "queries" in kinds else None,
-                keys=part.keys if "keys" in kinds else None,
-                values=part.in_order(values.flatten(0, 1)[own]) if "values" in kinds else None,
-            ),
-        )
-
-
-class _Prompt:
-    """A few folded rows of a first prompt; arguments as those of `prompt_evidence`."""
-
-    def __init__(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        arguments: AttentionArguments,
-        lead: Tensor,
-        padded: bool,
-        own: slice,
-    ) -> None:
-        heads, self.tokens = keys.shape[1:3]
-        self.scaling, mask, self.softcap, sinks, *_ = arguments
-        self.padded = padded
-        self.query = query.unflatten(1, (heads, -1)).flatten(0, 1)[own]
-        rows = torch.arange(own.start, own.stop, device=keys.device)
-        self.row, self.head = rows // heads, rows % heads
-        self.lead = lead[self.row]
-        # Behind a row's end, its last token again.
-        column = torch.arange(self.tokens, device=keys.device) + self.lead[:, None]
-        self.column = column.clamp(max=self.tokens - 1)
-        self.keys = self.in_order(keys.flatten(0, 1)[own])
-        self.mask = mask if mask is None or mask.shape[1] == 1 else mask.unflatten(1, (heads, -1))
-        self.sinks = None if sinks is None else sinks.float().view(heads, -1)[self.head]
-
-    def in_order(self, x: Tensor) -> Tensor:
-        """Columns (N, T, D) as tokens, each row's first at 0."""
-        return x.gather(1, self.column[..., None].expand_as(x)) if self.padded else x
-
-    def real(self, first: int, last: int) -> Tensor:
-        """Mask of the queries ``first`` to ``last`` that are no padding: bool (N, Q)."""
-        offset = self.tokens - self.query.shape[2]
-        return torch.arange(first + offset, last + offset, device=self.lead.device) >= self.lead[:, None]
-
-    def logits(self, first: int, last: int, columns: int) -> Tensor:
-        """Logits of queries ``first`` to ``last`` and the first ``columns`` tokens: f32 (N, r, Q, n)."""
-        x = self.query[:, :, first:last].float()
-        x = (x.flatten(1, 2) @ self.keys[:, :columns].float().mT).mul_(self.scaling)
-        x = x.unflatten(1, (self.query.shape[1], last - first))
-        if self.softcap:
-            x = torch.tanh(x / self.softcap) * self.softcap
-        rank, offset = torch.arange(columns, device=x.device), self.tokens - self.query.shape[2]
-        if self.mask is None:
-            newest = torch.arange(first + offset, last + offset, device=x.device) - self.lead[:, None]
-            return x.masked_fill_((rank > newest[..., None])[:, None], -torch.inf)
-        shown = self._shown(first - self.query.shape[2], last - first, columns)
-        x = x + shown if shown.is_floating_point() else x.masked_fill_(~shown.bool(), -torch.inf)
-        return x.masked_fill_((rank >= self.tokens - self.lead[:, None])[:, None, None], -torch.inf)
-
-    def _shown(self, first: int, count: int, columns: int) -> Tensor:
-        """The mask of ``count`` queries, the first counted from the end: (N or 1, r or 1, Q or 1, n)."""
-        assert self.mask is not None, "somebody asked"
-        mask = self.mask if self.mask.shape[-2] == 1 else self.mask[..., first:, :][..., :count, :]
-        row = self.row if mask.shape[0] > 1 else torch.zeros_like(self.row)
-        if mask.dim() == 5:
-            mask = mask[row, self.head]
-        elif self.mask.shape[0] > 1 or self.padded:
-            mask = mask[row]
-        if not self.padded:
-            return mask[..., :columns]
-        return mask.gather(3, self.column[:, None, None, :columns].expand(*mask.shape[:3], -1))
-
-    def attention(self, first: int) -> Attention:
-        """Attention of the queries from ``first`` on."""
-        last = self.query.shape[2]
-        return Attention.of(self.logits(first, last, self.tokens), self.sinks, self.real(first, last))
-
-    def received(self) -> Tensor:
-        """Sum over all queries, a few at a time: f32 (N, r, n)."""
-        count, r, queries, _ = self.query.shape
-        total = torch.zeros(count, r, self.tokens, device=self.query.device, dtype=torch.float32)
-        at_once = max(1, ELEMENTS // (count * r * self.tokens))
-        for first in range(0, queries, at_once):
-            last = min(first + at_once, queries)
-            # Later tokens are not seen yet, where no mask says otherwise.
-            columns = self.tokens - queries + last if self.mask is None else self.tokens
-            paid = Attention.of(self.logits(first, last, columns), self.sinks, self.real(first, last))
-            total[..., :columns] += paid.mean * paid.count[:, None, None]
-        return total
 
 
 WHOLE = 16
