@@ -405,7 +405,7 @@ LATENTS = (
     (512, 64, BF16, "ls0;k512;v0;4t512p128/8t64p128", {"share": 16}),
     (512, 64, BF16, "ls0;k0;v0;8t512p128/16t1p128", {"share": 40, "mask": "bool"}),
     (512, 64, F16, "ls0;k0;v0;16t1p128/16t1p128", {"share": 16, "sinks": True}),
-    (256, 32, BF16, "ls40;k65664;v0;4t64p128/8t32p128", {"share": 5, "queries": 3, "mask": "float", "softcap": 5.0}),
+    (256, 32, BF16, "ls40;k128;v0;4t64p128/8t32p128", {"share": 5, "queries": 3, "mask": "float", "softcap": 5.0}),
 )
 """Stores of latents: channels of latents and rotary parts, dtype, store, what is asked."""
 
