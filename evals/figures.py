@@ -44,7 +44,7 @@ def plain(scheme: Scheme) -> Scheme:
     return scheme
 
 
-GONE = {"requantize_on_turn_end": False, "seed": 0, "signs": 0}
+GONE = {"requantize_on_turn_end": False, "seed": 0, "signs": 0, "quantize_first": False}
 """Knobs that are gone, with the value that all schemes are of now."""
 
 

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from evals import kernel_bench as kernels
 from evals.triaxial.allocation import Sensitivity
-from evals.triaxial.conversations import load_conversations
+from evals.triaxial.conversations import load_conversations, load_format
 from hfkvq.bounded import MOST_LEVELS, load_json, parse_json
 from hfkvq.caches import get_preset
 from hfkvq.caches.schemes.preset import Preset
-from hfkvq.caches.tags import ChatFormat
 from hfkvq.caches.tags.bit_table import BitTable
 from hfkvq.measure.divergence.windows import read_file
 from hfkvq.tuning.study import SETUP, load_study
@@ -60,7 +59,7 @@ READERS = {
     ),
     "kernels": (kernels.load, {"kind": kernels.KIND, "rows": []}),
     "conversations": (load_conversations, {"messages": [{"role": "user", "content": "x"}], "tools": []}),
-    "chat format": (ChatFormat.from_file, CHAT),
+    "chat format": (load_format, CHAT),
     "study": (
         read_study,
         {"space": SPACE, "scheme": PRESET, "cost": "total_bits", "direction": "minimize", "objective": "KLD"},

@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.table import Table
 from transformers import AutoProcessor
@@ -22,8 +23,8 @@ from transformers.utils import logging
 
 from evals.triaxial.allocation import Point, Sensitivity, make_table, sweep
 from evals.triaxial.calibration import calibrate as measure
-from evals.triaxial.conversations import encode, load_conversations
-from hfkvq.caches.tags import TAGS, ChatFormat, Tagger, get_format
+from evals.triaxial.conversations import encode, load_conversations, load_format
+from hfkvq.caches.tags import TAGS, Tagger, get_format
 from hfkvq.measure.demo.prompts import load
 from hfkvq.measure.models import Source, find_model, load_tokenizer
 from hfkvq.measure.tables import new_table
@@ -161,7 +162,7 @@ def tag(
     """Show TriAxialKV's tag of every token of a conversation; images appear as the processor's tokens."""
     form = None
     if chat_format is not None:
-        form = ChatFormat.from_file(chat_format) if Path(chat_format).suffix else get_format(chat_format)
+        form = load_format(chat_format) if Path(chat_format).suffix else get_format(chat_format)
     conversations = load_conversations(messages, "messages")
     logging.set_verbosity_error()
     try:
@@ -176,7 +177,7 @@ def tag(
     tagger = Tagger.from_tokenizer(maker, form)
     for one in conversations:
         ids = encode(one, maker, generation_prompt)[0]
-        found.append((ids, [tagger.names[k] for k in tagger.tag(ids)[0].tolist()]))
+        found.append((ids, [TAGS[k] for k in tagger.tag(torch.tensor([ids]))[0].tolist()]))
     if as_json:
         name = tagger.grammar.format.name if tagger.grammar else None
         listed = [{"ids": ids, "tags": tags, "counts": Counter(tags)} for ids, tags in found]

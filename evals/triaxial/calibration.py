@@ -13,7 +13,7 @@ from evals.capture import Capture, capture, compressed_layers, quantized, spread
 from evals.triaxial.allocation import Origin, Sensitivity
 from evals.triaxial.conversations import Conversation, data_hash, make_request
 from hfkvq.caches.schemes.base import get_scheme
-from hfkvq.caches.tags import PAD, TAGS, ImageTokens, Tagger, tag_axes
+from hfkvq.caches.tags import PAD, TAGS, Tagger, tag_axes
 from hfkvq.caches.tags.bit_table import config_hash, template_hash
 from hfkvq.measure.records import versions
 
@@ -113,9 +113,6 @@ def calibrate(
     if not chosen:
         shortest = min(len(x.ids) for x in requests)
         raise ValueError(f"max_tokens: got {max_tokens}, but the shortest request has {shortest} tokens.")
-    images = ImageTokens.of(model.config)
-    for request in chosen:
-        images.check(torch.tensor([request.ids], dtype=torch.int64, device="cpu"), request.inputs)
     tagger = Tagger.from_tokenizer(tokenizer, config=model.config) if tagger is None else tagger
     which = spread_layers(compressed_layers(model), layers)
     raw: dict[tuple[int, int], dict[tuple[int, int], Tensor]] = {}

@@ -6,14 +6,14 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from hfkvq.bounded import json_lines, parse_json, read_bounded
-from hfkvq.caches.tags import placeholders
+from hfkvq.bounded import DAMAGE, json_lines, load_json, parse_json, read_bounded
+from hfkvq.caches.tags import ChatFormat, Opening, Span, placeholders
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,27 @@ class Request:
     ids: tuple[int, ...]
     first_new: int
     inputs: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+def load_format(path: str | Path) -> ChatFormat:
+    """A chat format from a JSON file: lists for tuples, a mapping for a span or an opening; else ValueError."""
+    given = load_json(path)
+    if not isinstance(given, dict):
+        raise ValueError(f"chat format: {Path(path).name} holds a {type(given).__name__}, allowed an object.")
+    known = {part.name for part in fields(ChatFormat)}
+    if unknown := sorted(set(given) - known):
+        raise ValueError(f"chat format: got {', '.join(unknown)}, allowed {', '.join(sorted(known))}.")
+    values = _tuples(given)
+    try:
+        for name, part in (("spans", Span), ("openings", Opening)):
+            values[name] = tuple(part(**_tuples(item)) for item in values.get(name, ()))
+        return ChatFormat(**values)
+    except DAMAGE as error:
+        raise ValueError(f"chat format: {error}") from error
+
+
+def _tuples(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 def load_conversations(path: str | Path, name: str = "data") -> list[Conversation]:

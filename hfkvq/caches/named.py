@@ -25,7 +25,7 @@ from .layers.transactions import Beside
 from .schemes.base import Scheme, get_scheme
 from .schemes.preset import Preset, get_preset
 from .store.packing import Packed
-from .tags import ImageTokens, Tagger
+from .tags import Tagger
 from .tags.bit_table import BitTable
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class _Hook:
         ids = kwargs.get("input_ids", args[0] if args else None)
         mask = kwargs.get("attention_mask")
         if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
-            cache.arrive(ids, mask if isinstance(mask, Tensor) else None, kwargs)
+            cache.arrive(ids, mask if isinstance(mask, Tensor) else None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return _Hook()
@@ -213,7 +213,6 @@ class TriAxialCache(NamedCache):
                 "tagger=Tagger.from_tokenizer(tokenizer)."
             )
         config = getattr(model_or_config, "config", model_or_config)
-        self.images = ImageTokens.of(config)
         if isinstance(table, (str, Path)):
             table = BitTable.load(table)
         if isinstance(table, BitTable):
@@ -263,12 +262,11 @@ class TriAxialCache(NamedCache):
         Args:
             input_ids: (B, n), all tokens of the conversation, including the cached ones.
             attention_mask: (B, n), 0 at padding, or None.
-            **inputs: the rest of the processor's output. The number of image placeholders is checked against it, see
-                `hfkvq.caches.tags.ImageTokens`; nothing of it is kept.
+            **inputs: the rest of the processor's output, which is ignored.
 
         Raises:
-            ValueError: another shape, no more tokens than are cached, tokens that differ from the cached ones, or
-                images whose placeholders were not expanded. Nothing is changed then.
+            ValueError: another shape, no more tokens than are cached, or tokens that differ from the cached ones.
+                Nothing is changed then.
         """
         seen, layers = self._seen, self.compressed_layers
         held = layers[0].batch_size if seen and layers else input_ids.shape[0]
@@ -288,15 +286,13 @@ class TriAxialCache(NamedCache):
                 f"input_ids: got {input_ids.shape[1]} tokens, but {seen} are cached; pass all tokens of the "
                 "conversation, both the cached ones and the new ones."
             )
-        self.images.check(input_ids, inputs)
         self.tokens.expect(input_ids, attention_mask, seen)
 
-    def arrive(self, ids: Tensor, mask: Tensor | None = None, inputs: Mapping[str, Any] | None = None) -> None:
+    def arrive(self, ids: Tensor, mask: Tensor | None = None) -> None:
         """Takes note of what the model is about to be given, new tokens (B, t) first; the model's hook calls this.
 
         Raises:
-            ValueError: other tokens than `see` was shown, or images whose placeholders were not expanded. Nothing is
-                changed then.
+            ValueError: other tokens than `see` was shown. Nothing is changed then.
         """
         seen, layers = self._seen, self.compressed_layers
         if not layers or (seen and ids.shape[0] != layers[0].batch_size):
@@ -307,7 +303,6 @@ class TriAxialCache(NamedCache):
             # One token, or a few that are guessed (assisted decoding): generated.
             self.tokens.note_step(ids, seen)
         else:
-            self.images.check(ids, inputs or {})
             self.tokens.tag_prompt(ids, mask, seen)
 
     def update(

@@ -43,8 +43,6 @@ def refusal(scheme: Scheme, head_dim: int) -> str | None:
     """Why pages of a scheme cannot be the engine's, if they cannot."""
     if scheme.evicts:
         return "it forgets tokens, and the engine's blocks belong to tokens"
-    if scheme.quantizes_first:
-        return "it wants prompts to attend to what is stored (quantize_first), and here they attend to themselves whole"
     if len(scheme.layout(head_dim, head_dim).keys.formats) > 1:
         return "its tokens have several widths, and an engine's block is of one"
     captured = scheme.limits(head_dim, head_dim).captured

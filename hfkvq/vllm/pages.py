@@ -34,8 +34,6 @@ def refusal(scheme: Scheme, head_dim: int) -> str | None:
     """Why an engine's blocks cannot be pages of a scheme, if they cannot."""
     if scheme.evicts:
         return "it forgets tokens, and the engine's blocks belong to tokens"
-    if scheme.quantizes_first:
-        return "it wants prompts to attend to what is stored (quantize_first), and here they attend to themselves whole"
     if scheme.needs - {"query"}:
         return f"it asks for more than keys and queries of a page ({', '.join(sorted(scheme.needs))})"
     layout = scheme.layout(head_dim, head_dim)

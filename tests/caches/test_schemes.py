@@ -13,11 +13,10 @@ from hfkvq import Scheme, get_scheme, list_schemes
 from hfkvq.caches.schemes import Kitty, Kivi, KVarN, SawInt4, base
 from hfkvq.caches.schemes.base import Layout, SideLayout, knob
 from hfkvq.kernels import PageFormat, channel_widths, hadamard
-from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.measure.demo.run import choose_schemes
 from hfkvq.measure.divergence.naming import parse_measured
 from hfkvq.measure.presets import describe
-from tests.caches.driver import DIM, Row, assert_close, attention, feed_as_is, forward, make, row
+from tests.caches.driver import Row, feed_as_is, forward, make, row
 
 # Kitty.
 
@@ -179,28 +178,6 @@ def test_saw_rotation_and_codec_by_hand():
 
 def test_blocks_of_an_engine_have_no_sink_unless_asked_for():
     assert (SawInt4().shared, SawInt4(sink_length=4).shared) == (SawInt4(sink_length=0), SawInt4(sink_length=4))
-
-
-def test_saw_quantizes_first():
-    """The released code's prompt: attention over what pages hold, which is what the next step reads."""
-    own = row(1, 40)
-    outs = []
-    for first in (False, True):
-        layer, queries = make(SawInt4(quantize_first=first)), own.queries[None]
-        layer.update(own.keys[None], own.values[None])
-
-        def dense_attention(layer=layer, queries=queries):
-            return attention(queries, layer.dense("keys"), layer.dense("values"), None, DIM**-0.5)
-
-        out = layer.forward(queries, AttentionArguments(DIM**-0.5), dense_attention, None)
-        dense = [layer.dense(side).repeat_interleave(2, 1) for side in ("keys", "values")]
-        given = [x[None].repeat_interleave(2, 1) for x in (own.keys, own.values)]
-        outs.append(out)
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            queries, *(dense if first else given), is_causal=True, scale=DIM**-0.5
-        )
-        assert_close(out, expected)
-    assert float((outs[0] - outs[1]).abs().max()) > 1e-3
 
 
 # KVarN.

@@ -10,12 +10,12 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from evals.triaxial.conversations import load_format
 from hfkvq.caches.tags import (
     FORMATS,
     PAD,
     SEMANTIC,
     TAGS,
-    ChatFormat,
     Opening,
     Span,
     Tagger,
@@ -63,7 +63,7 @@ def test_every_token_of_a_sample_has_the_tag_written_by_hand(name, merging):
     letters = [tag for text, tag in sample.pieces for _ in text]
     # A token belongs to the piece in which it begins.
     ids, wanted = made["input_ids"], [letters[begin] for begin, _ in made["offset_mapping"]]
-    got = names(tagger_for(name, merging).tag(ids)[0])
+    got = names(tagger_for(name, merging).tag(torch.tensor([ids]))[0])
     text = [tokenizer.decode([i]) for i in ids]
     assert list(zip(text, got, strict=True)) == list(zip(text, wanted, strict=True))
 
@@ -77,9 +77,8 @@ def _rows(name="qwen3-five-turns"):
     return tokenizer, tagger, [encode(tokenizer, text) for text in texts]
 
 
-# Without a mask, padding is at the left.
-@pytest.mark.parametrize(("side", "masked"), [("left", True), ("right", True), ("left", False)])
-def test_a_padded_row_has_the_tags_of_the_row_alone(side, masked):
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_row_has_the_tags_of_the_row_alone(side):
     tokenizer, tagger, rows = _rows()
     width = max(map(len, rows)) + 2
     ids = torch.full((len(rows), width), tokenizer.pad_token_id)
@@ -88,23 +87,12 @@ def test_a_padded_row_has_the_tags_of_the_row_alone(side, masked):
         columns = slice(width - len(row), width) if side == "left" else slice(0, len(row))
         ids[i, columns] = torch.tensor(row, dtype=torch.int64)
         mask[i, columns] = 1
-    tags = tagger.tag(ids, mask if masked else None)
+    tags = tagger.tag(ids, mask)
     assert tags.dtype == torch.uint8
     assert tags.device.type == "cpu"
     for i, row in enumerate(rows):
-        assert torch.equal(tags[i][mask[i].bool()], tagger.tag(row)[0])
+        assert torch.equal(tags[i][mask[i].bool()], tagger.tag(torch.tensor([row], dtype=torch.int64))[0])
         assert (tags[i][~mask[i].bool()] == PAD).all()
-
-
-def test_padding_token_inside_a_prompt_is_no_padding():
-    tokenizer, tagger, _ = _rows()
-    ids = encode(tokenizer, "<|endoftext|><|endoftext|><|im_start|>user\nHi<|im_end|><|endoftext|>")
-    assert names(tagger.tag(ids)[0]) == [
-        *["pad"] * 2,
-        *["current|text|delim"] * 6,
-        *["current|text|user"] * 2,
-        *["current|text|delim"] * 2,
-    ]
 
 
 # Numbers and names
@@ -112,7 +100,6 @@ def test_padding_token_inside_a_prompt_is_no_padding():
 
 def test_tags_are_numbered_by_their_axes():
     assert len(TAGS) == 4 * 2 * 7 + 1
-    assert Tagger.names == TAGS
     assert PAD == 56
     for number, name in enumerate(TAGS):
         assert parse_tag(name) == number
@@ -133,8 +120,8 @@ def test_unknown_tags_are_refused(name):
 
 def test_without_a_template_all_is_the_users():
     tokenizer = byte_tokenizer("qwen3", None)
-    tags = Tagger.from_tokenizer(tokenizer).tag(encode(tokenizer, "<|endoftext|>a<|im_start|>user\nb"))
-    assert names(tags[0]) == ["pad", *["current|text|user"] * 8]
+    tags = Tagger.from_tokenizer(tokenizer).tag(torch.tensor([encode(tokenizer, "a<|im_start|>user\nb")]))
+    assert names(tags[0]) == ["current|text|user"] * 8
 
 
 def test_a_template_of_no_known_format_is_refused():
@@ -169,7 +156,7 @@ def test_sentencepiece_writes_spaces_of_its_own():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", chat_template="[INST]")
     ids = encode(tokenizer, "<s>[INST] hello[/INST] hell</s>[INST]hole[/INST]")
     pieces = tokenizer.convert_ids_to_tokens(ids)
-    got = [tag.split("|") for tag in names(Tagger.from_tokenizer(tokenizer).tag(ids)[0])]
+    got = [tag.split("|") for tag in names(Tagger.from_tokenizer(tokenizer).tag(torch.tensor([ids]))[0])]
     by_semantic = {
         semantic: "".join(piece for piece, tag in zip(pieces, got, strict=True) if tag[2] == semantic)
         for semantic in {tag[2] for tag in got}
@@ -203,12 +190,12 @@ _OWN = {
 def test_a_format_of_ones_own(tmp_path):
     path = tmp_path / "own.json"
     path.write_text(json.dumps(_OWN), encoding="utf-8")
-    form = ChatFormat.from_file(path)
+    form = load_format(path)
     assert form.spans == (Span("((", "))", "reasoning"),)
     assert form.openings == (Opening("user", "RESULT", "obs"),)
     tokenizer = byte_tokenizer("falcon3", "@@")
     text = "@@rule\nA@@me\nBb@@you\n((C))D@@me\nRESULT"
-    assert names(Tagger.from_tokenizer(tokenizer, form).tag(encode(tokenizer, text))[0]) == [
+    assert names(Tagger.from_tokenizer(tokenizer, form).tag(torch.tensor([encode(tokenizer, text)]))[0]) == [
         *["older|text|delim"] * 7,
         "older|text|inst",
         *["current|text|delim"] * 5,
@@ -235,23 +222,8 @@ def test_a_format_of_ones_own(tmp_path):
         ({"openings": [{"role": "user", "text": "R", "semantic": "tool"}]}, "got semantic 'tool'"),
     ],
 )
-def test_formats_that_cannot_be(change, message):
+def test_formats_that_cannot_be(tmp_path, change, message):
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps({**_OWN, **change}), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
-        ChatFormat.from_dict({**_OWN, **change})
-
-
-# Input
-
-
-@pytest.mark.parametrize(
-    ("ids", "mask", "message"),
-    [
-        (torch.zeros(1, 2), None, "got float32, allowed integers"),
-        (torch.zeros(1, 2, 3, dtype=torch.int64), None, r"got shape \(1, 2, 3\)"),
-        ([[1, 2], [3]], None, r"rows of \[1, 2\] tokens"),
-        ([[1, 2]], [[1]], r"attention_mask: got shape \(1, 1\)"),
-    ],
-)
-def test_wrong_input_is_refused(ids, mask, message):
-    with pytest.raises(ValueError, match=message):
-        _rows()[1].tag(ids, mask)
+        load_format(path)

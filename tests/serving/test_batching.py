@@ -265,8 +265,6 @@ def test_models_and_settings_that_do_not_go(model):
         model.init_continuous_batching(generation(), settings(cpu_offload_space=1.0))
     with pytest.raises(ValueError, match="unknown"):
         serving.enable(model, "saw-int5")
-    with pytest.raises(ValueError, match="quantize_first"):
-        serving.enable(model, "saw-int4", quantize_first=True)
 
 
 def test_columns_of_a_batch():

@@ -564,7 +564,6 @@ def test_wide_key_channels_are_smoothed(backend, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("scheme", "words"),
     [
-        ("saw-int4:quantize_first=true", "quantize_first"),
         ("saw-int4:page_size=64", "its pages hold other than 128"),
         ("snapkv+saw-int4", "forgets tokens"),
         ("full", "more than 4 bits"),

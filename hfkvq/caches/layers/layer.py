@@ -440,14 +440,9 @@ class KVLayer(CacheLayerMixin):
             self.queries.note(query, self.new_columns, arguments)
         out, pages = None if self.buffer is None else self.buffer.run(query, arguments), True
         if out is None:
-            tokens, pages = self.staged_length, self.begin(padding_mask, query.shape[2])
-            first = self.scheme.quantizes_first and tokens > MAX_STEP and not pages and not self.window
-            if first:
-                self.finish(query, arguments)
-                self.settle()
+            pages = self.begin(padding_mask, query.shape[2])
             out = self.attend(query, arguments.biased()) if pages else dense()
-            if not first:
-                self.finish(query, arguments)
+            self.finish(query, arguments)
         out = after(out) if pages and after is not None else out
         return refuse_gradient(self, out) if self.differentiated else out
 

@@ -350,11 +350,6 @@ class Scheme:
         return getattr(self, "smooth_keys", False)
 
     @property
-    def quantizes_first(self) -> bool:
-        """True if prompts are sealed before they attend, and so attend to what pages hold of them."""
-        return False
-
-    @property
     def channel_rule(self) -> str | None:
         """The rule of `step_rule`, where it is one for all heads, with queries and without."""
         return None

@@ -22,17 +22,14 @@ class SawInt4(Scheme):
     which an option undoes: ``saw-int4:sink_length=0:smooth_keys=false:fit=0`` is the paper's letter. Scale and minimum
     are stored in f16 (4.25 bits per element), not scale and zero point in f32 (4.5), which also keeps constant vectors
     exact. Channels have no random signs, which gained nothing (docs/papers.md). The newest tokens are attended before
-    they are quantized, and prompts attend to their own unquantized keys and values unless ``quantize_first`` says
-    otherwise. K-means codes (A.2) and Hessian-aware rotation (A.3) are simulated only, in evals/simulated.py.
+    they are quantized, and prompts attend to their own unquantized keys and values. K-means codes (A.2) and
+    Hessian-aware rotation (A.3) are simulated only, in evals/simulated.py.
     Differs from the released code: as above, but for signs, which it has not either; any head dim with a power of two
     in it; no environment variables.
 
     Attributes:
         rotate: rotated sides: "keys", "both", or "none" (plain token-wise INT4, a baseline).
         block: h, order of the Hadamard blocks, a power of two that divides head_dim; None takes the largest up to 128.
-        quantize_first: whether a prompt attends to its own keys and values as stored, as in the released code. This
-            costs accuracy, but a stored prefix then gives the same results as one passed with the prompt. Steps and
-            prompts of up to 16 tokens attend to their own unquantized tokens.
         sink_length: first tokens kept in full precision (0 in the paper). Models attend to the first token more than to
             any other, and its key is like no other.
         local_length: newest tokens kept in full precision (0 in the paper).
@@ -59,7 +56,6 @@ class SawInt4(Scheme):
 
     rotate: str = knob("keys", choices=("keys", "both", "none"), search=["keys", "both"])
     block: int | None = knob(None, low=2, high=1024)
-    quantize_first: bool = knob(False, choices=(False, True))
     sink_length: int = knob(16, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
@@ -82,7 +78,3 @@ class SawInt4(Scheme):
     def shared(self) -> Scheme:
         """Scheme without first tokens in 16 bits, unless the user set their number; requests then share prefixes."""
         return replace(self, sink_length=0) if self.sink_length == type(self).sink_length else self
-
-    @property
-    def quantizes_first(self) -> bool:
-        return self.quantize_first

@@ -13,6 +13,5 @@ from .formats import find_format as find_format
 from .formats import get_format as get_format
 from .formats import parse_tag as parse_tag
 from .formats import tag_axes as tag_axes
-from .tagger import ImageTokens as ImageTokens
 from .tagger import Tagger as Tagger
 from .tagger import placeholders as placeholders

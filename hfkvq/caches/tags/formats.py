@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import product
-from pathlib import Path
-from typing import Any
-
-from hfkvq.bounded import DAMAGE, load_json
 
 # Axes of TriAxialKV, section 3.1 and Table 1.
 TEMPORAL = ("older", "turn_m2", "turn_m1", "current")
@@ -148,33 +144,6 @@ class ChatFormat:
             if semantic not in SEMANTIC:
                 allowed = ", ".join(SEMANTIC)
                 raise ValueError(f"chat format {self.name!r}: got semantic {semantic!r}, allowed {allowed}.")
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> ChatFormat:
-        """Makes a format of plain data, as JSON gives it: lists for tuples, a mapping for a span or an opening."""
-        known = {part.name for part in fields(cls)}
-        if unknown := sorted(set(given) - known):
-            raise ValueError(f"chat format: got {', '.join(unknown)}, allowed {', '.join(sorted(known))}.")
-        values = _tuples(given)
-        try:
-            for name, part in (("spans", Span), ("openings", Opening)):
-                values[name] = tuple(part(**_tuples(item)) for item in values.get(name, ()))
-            return cls(**values)
-        except DAMAGE as error:
-            raise ValueError(f"chat format: {error}") from error
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> ChatFormat:
-        """Reads a JSON file; one that holds no chat format raises ValueError."""
-        given = load_json(path)
-        if not isinstance(given, dict):
-            raise ValueError(f"chat format: {Path(path).name} holds a {type(given).__name__}, allowed an object.")
-        return cls.from_dict(given)
-
-
-def _tuples(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists as tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 _THINK = Span("<think>", "</think>", "reasoning")
@@ -357,7 +326,7 @@ def find_format(template: str, tokens: Container[str] = ()) -> ChatFormat:
     looked = "; ".join(f"{known.name} by {' and '.join(known.detect)}" for known in FORMATS.values())
     raise ValueError(
         f"chat template: no known format fits; looked for {looked}. Describe the template with "
-        "hfkvq.caches.tags.ChatFormat (from_file reads JSON) and give it as chat_format."
+        "hfkvq.caches.tags.ChatFormat and give it as chat_format."
     )
 
 

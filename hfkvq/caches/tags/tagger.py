@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .formats import KINDS, PAD, SEMANTIC, TAGS, TEMPORAL, ChatFormat, Span, find_format, get_format, parse_tag
+from .formats import KINDS, PAD, SEMANTIC, TEMPORAL, ChatFormat, Span, find_format, get_format, parse_tag
 
 Value = TypeVar("Value")
 
@@ -358,85 +358,11 @@ class Scan:
         return ASSISTANT
 
 
-_KINDS = ("image", "video")
-
-
-def placeholders(source: Any, kinds: Iterable[str] = _KINDS) -> list[int]:
+def placeholders(source: Any, kinds: Iterable[str] = ("image", "video")) -> list[int]:
     """Ids of images and of video frames in a model's prompts, as its config or processor says."""
     names = [f"{kind}_token_{what}" for kind in kinds for what in ("id", "index")]
     found = {getattr(source, name, None) for name in names}
     return sorted(x for x in found if isinstance(x, int))
-
-
-@dataclass(frozen=True)
-class ImageTokens:
-    """Tokens of images and videos in a model's prompts.
-
-    A chat template writes one placeholder for an image, and a processor repeats it for each feature of the image.
-    Without the processor, a single token would be tagged as the image, and the features would have no place.
-
-    Attributes:
-        ids: of placeholders.
-        merged: patches of a token, along one side; None if the model's images do not come as a grid of patches.
-        each: tokens of an image, None if images take different numbers of them.
-        frames: of a video, that share tokens.
-    """
-
-    ids: tuple[int, ...]
-    merged: int | None
-    each: int | None
-    frames: int = 1
-
-    @classmethod
-    def of(cls, config: Any) -> ImageTokens:
-        """Tokens as a model's config describes them."""
-        vision = getattr(config, "vision_config", None)
-        merged, frames = getattr(vision, "spatial_merge_size", None), getattr(vision, "temporal_merge_size", None)
-        numbers = [getattr(config, name, None) for name in ("mm_tokens_per_image", "image_seq_length")]
-        each = next((x for x in numbers if isinstance(x, int)), None)
-        merged = merged if isinstance(merged, int) else None
-        return cls(tuple(placeholders(config)), merged, each, frames if isinstance(frames, int) else 1)
-
-    def check(self, input_ids: Tensor, inputs: Mapping[str, Any]) -> None:
-        """Raises ValueError if ids (B, t) have fewer placeholders than features, and at most one for each image.
-
-        ``inputs`` are the model's others, as its processor made them: pixels, or features of its vision tower.
-        """
-        counted = list(self._counts(inputs)) if self.ids else []
-        shown, wanted = sum(n for n, _ in counted), sum(n for _, n in counted)
-        if not wanted:
-            return
-        found = sum(int((input_ids == token).sum()) for token in self.ids)
-        # Placeholders of more than one an image were expanded; the model checks their number.
-        if found < wanted and found <= shown:
-            raise ValueError(
-                f"input_ids: got {found} placeholders (token {' or '.join(map(str, self.ids))}), but the images and "
-                f"videos that are shown, {shown}, need {wanted}: they were not expanded. Make ids and pixels "
-                "together with the model's processor: processor(text=..., images=...), or "
-                "processor.apply_chat_template(messages, tokenize=True, return_dict=True)."
-            )
-
-    def _counts(self, inputs: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-        """(Images, tokens they take), as far as inputs tell."""
-        encoded = inputs.get("mm_encoder_outputs")
-        if isinstance(encoded, Mapping):
-            # Features by image, which `generate` makes ahead of the first forward.
-            for kind in _KINDS:
-                features = getattr(encoded.get(kind), "pooler_output", None)
-                parts = list(features) if isinstance(features, (Tensor, tuple, list)) else []
-                yield len(parts), sum(part.numel() // part.shape[-1] for part in parts)
-        kinds = (("pixel_values", "image_grid_thw", 1), ("pixel_values_videos", "video_grid_thw", self.frames))
-        for pixels, grid, frames in kinds:
-            patches = inputs.get(grid)
-            # Steps may be given a grid without pixels.
-            if self.merged and inputs.get(pixels) is not None and isinstance(patches, Tensor):
-                yield patches.shape[0], int((patches.prod(-1) // (self.merged**2 * frames)).sum())
-        images = inputs.get("pixel_values")
-        if self.each and isinstance(images, Tensor) and images.dim() == 4:
-            yield images.shape[0], images.shape[0] * self.each
-
-
-Ids = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 
 class Tagger:
@@ -463,23 +389,11 @@ class Tagger:
     Args:
         grammar: Markers in token ids; None for no chat format: all is ``current|text|user``, and
             ``current|image|user`` at placeholders.
-        pad_id: Token that counts as padding at the left where no attention mask is given.
-        bos_id: Token that begins a text. Where it is the padding token too, the last at the left is no padding.
         images: Placeholders of images, used without a grammar.
     """
 
-    names: tuple[str, ...] = TAGS
-
-    def __init__(
-        self,
-        grammar: Grammar | None,
-        pad_id: int | None = None,
-        bos_id: int | None = None,
-        images: Iterable[int] = (),
-    ) -> None:
-        self.grammar = grammar
-        self.pad_id, self.bos_id = pad_id, bos_id
-        self.images = tuple(images)
+    def __init__(self, grammar: Grammar | None, images: Iterable[int] = ()) -> None:
+        self.grammar, self.images = grammar, tuple(images)
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, chat_format: ChatFormat | str | None = None, config: Any = None) -> Tagger:
@@ -507,41 +421,21 @@ class Tagger:
         named = set(placeholders(processor)) - {getattr(tokenizer, "unk_token_id", None)}
         images = sorted({*placeholders(config), *named})
         grammar = None if chat_format is None else Grammar(tokenizer, chat_format, images)
-        return cls(grammar, tokenizer.pad_token_id, tokenizer.bos_token_id, images)
+        return cls(grammar, images)
 
-    def tag(self, input_ids: Ids, attention_mask: Tensor | Sequence[Any] | None = None) -> Tensor:
+    def tag(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Tags of a batch of prompts: (B, T) uint8 numbers on the CPU, see `TAGS`.
 
         Args:
-            input_ids: (B, T) or (T,) token ids, on any device.
-            attention_mask: (B, T) or (T,), 0 at padding. Without it, `pad_id` at the left of a row is padding.
-
-        Raises:
-            ValueError: Ids are no integers, or shapes do not fit.
+            input_ids: (B, T) token ids, on any device.
+            attention_mask: (B, T), 0 at padding; None for none.
         """
-        ids = _array("input_ids", input_ids)
-        if ids.dtype.kind not in "iu" and ids.size:
-            raise ValueError(f"input_ids: got {ids.dtype}, allowed integers.")
-        mask = None if attention_mask is None else _array("attention_mask", attention_mask) != 0
-        if mask is not None and mask.shape != ids.shape:
-            raise ValueError(f"attention_mask: got shape {mask.shape}, allowed that of input_ids, {ids.shape}.")
+        ids = input_ids.cpu().numpy().astype(np.int64)
+        real = np.ones(ids.shape, dtype=bool) if attention_mask is None else attention_mask.cpu().numpy() != 0
         tags = np.full(ids.shape, PAD, dtype=np.uint8)
-        for i, row in enumerate(ids.astype(np.int64)):
-            (real,) = np.nonzero(self._real(row) if mask is None else mask[i])
-            tags[i, real] = self._tag_row(row[real])
+        for own, row, which in zip(tags, ids, real, strict=True):
+            own[which] = self._tag_row(row[which])
         return torch.from_numpy(tags)
-
-    def _real(self, ids: np.ndarray) -> np.ndarray:
-        """Real tokens (T,), told from padding without a mask."""
-        real = np.ones(len(ids), dtype=bool)
-        if self.pad_id is None:
-            return real
-        others = np.flatnonzero(ids != self.pad_id)
-        count = int(others[0]) if len(others) else len(ids)
-        if count and self.bos_id == self.pad_id:
-            count -= 1
-        real[:count] = False
-        return real
 
     def _tag_row(self, ids: np.ndarray) -> np.ndarray:
         """Tags (T,) of a row without padding."""
@@ -552,19 +446,3 @@ class Tagger:
         turns = np.searchsorted(np.array(scan.beginnings, dtype=np.int64), np.arange(len(ids)), "right")
         temporal = np.where(turns == 0, 0, np.maximum(len(TEMPORAL) - 1 - (len(scan.beginnings) - turns), 0))
         return (temporal * KINDS + scan.kinds).astype(np.uint8)
-
-
-def _array(name: str, given: Any) -> np.ndarray:
-    """(B, T) array of a tensor or of sequences."""
-    if isinstance(given, Tensor):
-        array = given.detach().cpu().numpy()
-    else:
-        rows = [given] if not len(given) or np.ndim(given[0]) == 0 else list(given)
-        lengths = sorted({len(row) for row in rows})
-        if len(lengths) != 1:
-            raise ValueError(f"{name}: got rows of {lengths} tokens; pad them to one length.")
-        array = np.array(rows)
-    array = array[None] if array.ndim == 1 else array
-    if array.ndim != 2:
-        raise ValueError(f"{name}: got shape {array.shape}, allowed (B, T) or (T,).")
-    return array
