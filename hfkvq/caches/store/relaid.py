@@ -150,7 +150,7 @@ def basis_change(old: Layout, new: Layout, side: Side, raw: Any, smooth: Any) ->
         return None
 
     def change(x: Tensor) -> Tensor:
-        x = hadamard(x, before, True)
+        x = hadamard(x, before)
         x = x if raw is None else raw(x)
         x = x if smooth is None else smooth(x)
         return hadamard(x, after)
