@@ -6,7 +6,6 @@ A packed cache is cut into full pages, which other prompts may have as well, and
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -38,19 +37,15 @@ from .tags.bit_table import config_fields, differing
 
 Tensors = dict[str, Tensor]
 
-PAGES = "pages"
-"""Name of what a file holds of a piece: u8 (n,), tensor behind tensor; small files of hundreds are slow to read."""
-
 _GROUP_BYTES = 2**27
 """Bytes of pieces that are moved at a time: they bound the memory for them, and a copy a layer is worth its call."""
 
 
-class Part(NamedTuple):
-    """Tensors of a piece that are alike: ``own`` of each of the layers, one behind the other."""
+class Kind(NamedTuple):
+    """Tensors of a piece that are alike, in a file one tensor: ``own`` of each of the layers, ``step`` of a piece."""
 
     own: str
-    dtype: str
-    shape: Sequence[int]
+    step: int
     layers: Sequence[str]
 
 
@@ -58,48 +53,42 @@ class Pieces:
     """Full pages of a run: a piece is as many of every layer as take the same number of tokens.
 
     Attributes:
+        kinds: how many there are of tensors.
         layout: what a piece is made of, as JSON.
+        nbytes: of a piece.
 
     Args:
-        parts: of a piece, the widest elements first, so that all are aligned.
         tensors: of each layer, by name; pages of all pieces, and maybe others behind.
     """
 
-    def __init__(self, count: int, parts: Sequence[Part], tensors: Mapping[str, Tensor]) -> None:
-        self.count, self.layout, self._parts = count, json.dumps(parts), parts
-        *self._starts, self._used = itertools.accumulate(map(_part_bytes, parts), initial=0)
-        self.nbytes = -(-self._used // 8) * 8
-        self._views = []
-        for part in parts:
-            dim = _dim(part.own)
-            step = part.shape[dim]
-            own = [tensors[f"{layer}.{part.own}"].narrow(dim, 0, count * step) for layer in part.layers]
-            self._views.append([x.unflatten(dim, (count, step)).movedim(dim, 0) for x in own])
+    def __init__(self, count: int, kinds: Sequence[Kind], tensors: Mapping[str, Tensor]) -> None:
+        self.count, self.kinds, self.layout = count, len(kinds), json.dumps(kinds)
+        self._views: dict[str, list[Tensor]] = {}
+        for i, (own, step, layers) in enumerate(kinds):
+            dim, held = _dim(own), [tensors[f"{layer}.{own}"] for layer in layers]
+            views = [x.narrow(dim, 0, count * step).unflatten(dim, (count, step)).movedim(dim, 0) for x in held]
+            self._views[str(i)] = views
+        self.nbytes = sum(x[0].nbytes for views in self._views.values() for x in views)
 
     def groups(self) -> list[range]:
         """Numbers of pieces that are moved together."""
         most = max(_GROUP_BYTES // max(self.nbytes, 1), 1)
         return [range(i, min(i + most, self.count)) for i in range(0, self.count, most)]
 
-    def gather(self, group: range, device: torch.device) -> Tensor:
-        """Pieces as bytes: u8 (pieces, nbytes)."""
-        rows = torch.empty(len(group), self.nbytes, dtype=torch.uint8, device=device)
-        rows[:, self._used :] = 0
-        for own, there in self._pairs(group, rows):
-            there.copy_(own)
-        return rows
+    def gather(self, group: range) -> list[Tensors]:
+        """Pieces for files, on the CPU: tensors (layers, ...) by number of their kind."""
+        own = {
+            name: torch.stack([x[group.start : group.stop] for x in views], 1).cpu()
+            for name, views in self._views.items()
+        }
+        return [{name: x[i] for name, x in own.items()} for i in range(len(group))]
 
-    def scatter(self, group: range, rows: Tensor) -> None:
+    def scatter(self, group: range, pieces: Sequence[Tensors]) -> None:
         """Takes in what `gather` gave."""
-        for own, there in self._pairs(group, rows):
-            own.copy_(there)
-
-    def _pairs(self, group: range, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of each layer's pieces, part by part, with views of their bytes in ``rows``."""
-        for start, part, views in zip(self._starts, self._parts, self._views, strict=True):
-            data = rows[:, start : start + _part_bytes(part)].view(_dtype(part))
-            there = data.view(len(group), len(part.layers), *part.shape).unbind(1)
-            yield from zip((view[group.start : group.stop] for view in views), there, strict=True)
+        for name, views in self._views.items():
+            rows = torch.stack([piece[name] for piece in pieces]).to(views[0].device)
+            for own, x in zip(views, rows.unbind(1), strict=True):
+                own[group.start : group.stop].copy_(x)
 
 
 def cut_pages(cache: MixedKVCache, tensors: Mapping[str, Tensor]) -> tuple[list[Pieces], Tensors]:
@@ -117,14 +106,13 @@ def cut_pages(cache: MixedKVCache, tensors: Mapping[str, Tensor]) -> tuple[list[
         for i, store in stores.items():
             prefix, page = f"layer{i}.store.run{run}.", store.format.runs[run][0].page_size
             for name in [name for name in tensors if name.startswith(prefix)]:
-                x, dim, shape = tensors[name], _dim(name), list(tensors[name].shape)
+                x, dim = tensors[name], _dim(name)
                 # Positions are counted by token.
-                shape[dim] = unit if dim else unit // page
-                rest[name] = x.narrow(dim, count * shape[dim], x.shape[dim] - count * shape[dim])
-                kind = (name.removeprefix(f"layer{i}."), str(x.dtype).removeprefix("torch."), *shape)
+                step = unit if dim else unit // page
+                rest[name] = x.narrow(dim, count * step, x.shape[dim] - count * step)
+                kind = name.removeprefix(f"layer{i}."), step, x.dtype, x.shape[:dim], x.shape[dim + 1 :]
                 alike.setdefault(kind, []).append(f"layer{i}")
-        parts = [Part(own, dtype, shape, layers) for (own, dtype, *shape), layers in alike.items() if count]
-        runs.append(Pieces(count, sorted(parts, key=lambda part: -_dtype(part).itemsize), tensors))
+        runs.append(Pieces(count, [Kind(*kind[:2], layers) for kind, layers in alike.items() if count], tensors))
     return runs, rest
 
 
@@ -138,57 +126,39 @@ def join_pages(counts: Sequence[int], read: Read, rest: Mapping[str, Tensor], de
     """
     joined, start = dict(rest), 0
     for count in filter(None, counts):
-        found, beside = read(start)
-        parts, first = [Part(*part) for part in parse_json(found)], beside.pop(PAGES)
-        if first.dtype != torch.uint8 or first.dim() != 1 or -(-sum(map(_part_bytes, parts)) // 8) * 8 != len(first):
-            raise ValueError(f"pages of {found} in {first.dtype} of {tuple(first.shape)}")
-        for part in parts:
-            for layer in part.layers:
-                key = f"{layer}.{part.own}"
-                joined[key] = _with_room(part, count, rest.get(key), device)
+        layout, tensors = read(start)
+        kinds = [Kind(*kind) for kind in parse_json(layout)]
+        first = [tensors.pop(str(i)) for i in range(len(kinds))]
+        for kind, x in zip(kinds, first, strict=True):
+            for key in (f"{layer}.{kind.own}" for layer in kind.layers):
+                joined[key] = _with_room(kind, x[0], count, rest.get(key), device)
 
-        def one(at: int, known: tuple[Any, ...] = (found, first.shape, first.dtype)) -> Tensor:
-            layout, tensors = read(at)
-            row = tensors[PAGES]
-            if (layout, row.shape, row.dtype) != known:
+        def one(at: int, known: str = layout, like: Sequence[Tensor] = first) -> Tensors:
+            found, piece = read(at)
+            own = [piece[str(i)] for i in range(len(like))]
+            if found != known or any(x.shape != y.shape or x.dtype != y.dtype for x, y in zip(own, like, strict=True)):
                 raise ValueError("pages of one run are unlike each other")
-            return row
+            return piece
 
-        pieces = Pieces(count, parts, joined)
+        pieces = Pieces(count, kinds, joined)
         with ThreadPoolExecutor(THREADS) as pool:
             for group in pieces.groups():
-                rows = torch.stack(list(pool.map(one, range(start + group.start, start + group.stop))))
-                pieces.scatter(group, rows.to(device))
-        joined |= {name: x.to(device) for name, x in beside.items()}
+                pieces.scatter(group, [*pool.map(one, range(start + group.start, start + group.stop))])
+        joined |= {name: x.to(device) for name, x in tensors.items()}
         start += count
     return joined
 
 
-def _with_room(part: Part, count: int, behind: Tensor | None, device: torch.device) -> Tensor:
-    """A layer's tensor for pieces, and with what is behind them."""
-    dim, shape = _dim(part.own), list(part.shape)
-    shape[dim] *= count
-    if behind is None:
-        return torch.empty(shape, dtype=_dtype(part), device=device)
-    room = shape[dim]
-    shape[dim] += behind.shape[dim]
-    if list(behind.shape) != [*shape[:dim], behind.shape[dim], *shape[dim + 1 :]] or behind.dtype != _dtype(part):
-        raise ValueError(f"{part.own} of {behind.dtype} and {tuple(behind.shape)} behind pages of {part}")
-    found = torch.empty(shape, dtype=_dtype(part), device=device)
-    found.narrow(dim, room, behind.shape[dim]).copy_(behind)
-    return found
-
-
-def _part_bytes(part: Part) -> int:
-    if min(part.shape) < 0:
-        raise ValueError(f"pages of the shape {part.shape}")
-    return len(part.layers) * math.prod(part.shape) * _dtype(part).itemsize
-
-
-def _dtype(part: Part) -> torch.dtype:
-    found = getattr(torch, part.dtype)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"pages of {part.dtype}")
+def _with_room(kind: Kind, piece: Tensor, count: int, behind: Tensor | None, device: torch.device) -> Tensor:
+    """A layer's tensor for so many pieces, and with what is behind them."""
+    dim = _dim(kind.own)
+    shape, behind = list(piece.shape), piece.narrow(dim, 0, 0) if behind is None else behind
+    shape[dim] = count * kind.step + behind.shape[dim]
+    found = torch.empty(shape, dtype=piece.dtype, device=device)
+    room = found.narrow(dim, count * kind.step, behind.shape[dim])
+    if piece.shape[dim] != kind.step or room.shape != behind.shape or room.dtype != behind.dtype:
+        raise ValueError(f"{behind.dtype} of {tuple(behind.shape)} behind pages of {piece.dtype} and {kind}")
+    room.copy_(behind)
     return found
 
 
@@ -311,7 +281,7 @@ def _sums(x: Tensor) -> list[int]:
     return torch.cat([total[None], some]).tolist()
 
 
-FORMAT = 3
+FORMAT = 4
 """Format of the store's files and of files of caches: those of another format are in another folder."""
 
 DEFAULT_BYTES = 2**35
@@ -444,7 +414,6 @@ class PrefixStore:
         description, tensors = cache.packed()
         ids = self._check_tokens(cache, ids, description["tokens"])
         _check_padding(description, tensors)
-        device = cache.compressed_layers[0].held().device
         runs, rest = cut_pages(cache, tensors)
         border, sinks, names = first_border(cache) if is_smoothed_by(cache, self.model) else None, {}, []
         if border is not None:
@@ -454,19 +423,19 @@ class PrefixStore:
             # Contents beside pages, wherever such a cache stops.
             own = {name: x for name, x in rest.items() if name.endswith((".window0", ".window1", ".smoothing"))}
             sinks = {name: x.detach().contiguous().cpu() for name, x in own.items()}
-        size = sum(run.count * (run.nbytes + _HEADER + 2 * len(run.layout)) for run in runs) + _HEADER
-        size += sum(x.nbytes + _LINE for x in [*rest.values(), *sinks.values()])
+        size = sum(run.count * (run.nbytes + _HEADER + run.kinds * _LINE + 2 * len(run.layout)) for run in runs)
+        size += _HEADER + sum(x.nbytes + _LINE for x in [*rest.values(), *sinks.values()])
         if size > self.max_bytes:
             raise ValueError(
                 f"max_bytes: the prompt takes {size} bytes, allowed {self.max_bytes}; make the store with more, or use "
                 "a scheme of fewer bits."
             )
 
-        def store(run: Pieces, at: int, row: Tensor | None) -> tuple[str, int]:
+        def store(run: Pieces, at: int, piece: Tensors | None) -> tuple[str, int]:
             """Writes a piece, if it is not there; its name, and bytes written."""
-            if row is None:
+            if piece is None:
                 return names[at], 0
-            held = {PAGES: row} if at else {**sinks, PAGES: row}
+            held = piece if at else sinks | piece
             digests = {name: digest_of(name, x) for name, x in held.items()}
             name = names[at] if names else checksum(run.layout, digests)
             path = path_of(self._pages, name)
@@ -477,7 +446,7 @@ class PrefixStore:
             for run in runs:
                 for group in run.groups():
                     there = names and all(path_of(self._pages, names[at]).exists() for at in group)
-                    rows = [None] * len(group) if there else run.gather(group, device).cpu().unbind()
+                    rows = [None] * len(group) if there else run.gather(group)
                     stored += pool.map(store, [run] * len(group), group, rows)
         pages = [path_of(self._pages, name) for name, _ in stored]
         end = path_of(self._ends, f"{len(ids)}-{_digests(ids, [len(ids)])[len(ids)]}")
