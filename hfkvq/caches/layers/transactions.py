@@ -114,6 +114,14 @@ def _batch_of(layer: Any) -> int:
     return keys.shape[0] if isinstance(keys, Tensor) and keys.numel() else 0
 
 
+_ROWS = {
+    "reorder_cache": "numbers of rows, i64 (B,)",
+    "batch_select_indices": "numbers of rows as a sequence, slice or i64 (B,), or a mask of all rows, bool (B,)",
+    "batch_repeat_interleave": "a positive number, or one for each row, i64 (B,)",
+}
+"""Arguments of the verbs, for errors."""
+
+
 def rows_of(verb: str, given: Any, batch: int) -> Tensor:
     """Numbers i64 (B',) of the rows that a cache of ``batch`` rows is to hold.
 
@@ -125,67 +133,39 @@ def rows_of(verb: str, given: Any, batch: int) -> Tensor:
     Raises:
         ValueError: anything else, no row at all, or a row that does not exist.
     """
-    repeats, selects = verb == "batch_repeat_interleave", verb == "batch_select_indices"
-    found = given
-    if selects and (given is ... or isinstance(given, slice)):
-        found = range(batch)[slice(None) if given is ... else given]
-    elif repeats and not isinstance(given, bool):
-        # Tensors of several numbers have no index.
-        with contextlib.suppress(TypeError):
-            times = operator.index(given)
-            found = [times] * (batch or 1)
-            if times < 1:
-                raise _refused(verb, given, batch)
+    repeats, selects, found = verb == "batch_repeat_interleave", verb == "batch_select_indices", given
     try:
-        rows = found if isinstance(found, Tensor) else _listed(found)
-    except (TypeError, ValueError):
-        raise _refused(verb, given, batch) from None
-    is_mask = selects and rows.dtype in (torch.bool, torch.uint8)
-    if rows.dim() != 1 or rows.is_floating_point() or rows.is_complex() or (rows.dtype == torch.bool and not is_mask):
-        raise _refused(verb, given, batch)
-    if not batch:
-        # An empty cache has no rows that could change.
-        return rows
-    if (is_mask or repeats) and rows.shape[0] != batch:
-        raise _refused(verb, given, batch)
-    rows = rows.nonzero()[:, 0] if is_mask else rows.long()
-    # On other devices this would synchronize.
-    if rows.device.type == "cpu":
-        low, high = -batch if selects else 0, torch.iinfo(rows.dtype).max if repeats else batch
-        if not bool(((rows >= low) & (rows < high)).all()):
-            raise _refused(verb, given, batch)
-    if selects:
-        rows = rows.remainder(batch)
-    elif repeats:
-        rows = torch.arange(batch, device=rows.device).repeat_interleave(rows)
+        if selects and (given is ... or isinstance(given, slice)):
+            found = range(batch)[slice(None) if given is ... else given]
+        elif repeats and not isinstance(given, bool):
+            # Tensors of several numbers have no index.
+            with contextlib.suppress(TypeError):
+                times = operator.index(given)
+                found = [times] * (batch or 1) if times > 0 else None
+        if not isinstance(found, Tensor):
+            found = torch.tensor(found.tolist() if hasattr(found, "tolist") else list(found), device="cpu")
+        rows = found.cpu() if repeats or selects else found
+        is_mask = selects and rows.dtype in (torch.bool, torch.uint8)
+        plain = is_mask or not (rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool)
+        if rows.dim() != 1 or not plain:
+            raise TypeError
+        if not batch:
+            # An empty cache has no rows that could change.
+            return rows
+        every, rows = torch.arange(batch, device="cpu"), rows.bool() if is_mask else rows.long()
+        if repeats:
+            rows = every.repeat_interleave(rows)
+        elif rows.device.type == "cpu":
+            # On other devices this would synchronize. Rows are counted from the end in selections alone.
+            rows = (every if selects or bool((rows >= 0).all()) else every[:0])[rows]
+    except (TypeError, ValueError, IndexError, RuntimeError):
+        shown = f"{given.dtype} {given.tolist()}" if isinstance(given, Tensor) else repr(given)
+        raise ValueError(
+            f"{verb}: got {shown}, but the cache holds {batch} rows; allowed {_ROWS[verb]}; nothing was changed."
+        ) from None
     if not rows.numel():
         raise ValueError(f"{verb}: got no rows, allowed at least one; call reset() to forget all.")
     return rows
-
-
-def _listed(given: Any) -> Tensor:
-    """Whole numbers, or truth values, of a sequence or an array of one axis: i64 or bool (n,)."""
-    numbers = given.tolist() if hasattr(given, "tolist") else list(given)
-    flags = bool(numbers) and all(isinstance(x, bool) for x in numbers)
-    return torch.tensor(
-        [bool(x) if flags else operator.index(x) for x in numbers],
-        dtype=torch.bool if flags else torch.int64,
-        device="cpu",
-    )
-
-
-_ROWS = {
-    "reorder_cache": "numbers of rows, i64 (B,)",
-    "batch_select_indices": "numbers of rows as a sequence, slice or i64 (B,), or a mask of all rows, bool (B,)",
-    "batch_repeat_interleave": "a positive number, or one for each row, i64 (B,)",
-}
-
-
-def _refused(verb: str, given: Any, batch: int) -> ValueError:
-    shown = f"{given.dtype} {given.tolist()}" if isinstance(given, Tensor) else repr(given)
-    return ValueError(
-        f"{verb}: got {shown}, but the cache holds {batch} rows; allowed {_ROWS[verb]}; nothing was changed."
-    )
 
 
 def reset(layers: Sequence[Any], beside: Beside = ()) -> None:
