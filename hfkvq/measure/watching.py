@@ -88,7 +88,7 @@ def look(caches: Iterable[MixedKVCache], kept: Iterable[Tensor] = (), seconds: f
             if store is None:
                 continue
             buffers = [] if part.buffer is None else part.buffer.memory()
-            own = _sizes([*store.state.tensors(), *part.tensors(), *buffers, *(part._staged or ())])
+            own = _sizes([*store.state.tensors(), *part.tensors(), *buffers, *(part.staged or ())])
             paged |= own
             rows, seen = part.batch_size, part.seen + (0 if sync is None or sync.stale else sync.ahead)
             state, gone = store.state, max(gone, part.gone)

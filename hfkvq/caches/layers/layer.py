@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class KVLayer(CacheLayerMixin):
         store: keys and values; None before the first update.
         seen: logical tokens given, padding included, whatever is still stored. Steps that were replayed are not counted
             until the layer is told of them.
-        staged: (B, H, t, Dk) and (B, H, t, Dv), tokens of the last update that are not in the store yet.
+        staged: keys (B, H, t, Dk), smoothed, and values (B, H, t, Dv) of the last update that are not in the store yet.
         uncommitted: whether something that is in the store may be due to be sealed.
         new_columns: tokens of an update whose queries have not been shown yet.
         newest: tokens of the last update, until they are taken back or graphs have run on.
@@ -88,8 +89,7 @@ class KVLayer(CacheLayerMixin):
         edition: grows whenever the layer changes, by which handles know whether they are good.
         offloaded: whether pages lie in the host's memory.
         smoothing: by which keys are smoothed as they come, and queries as they attend; None where keys stay as they
-            are. Whatever the layer holds is smoothed, and `staged` once it is asked for. Its cache gives it to an empty
-            layer.
+            are. Whatever the layer holds is smoothed, and `staged` too. Its cache gives it to an empty layer.
         smooths_by_prompt: whether a first prompt gives it, since the cache's model does not.
         queries: statistics of queries, where the scheme weighs channels by them, else None.
         tags: of tokens, where the scheme reads them, else None.
@@ -141,7 +141,7 @@ class KVLayer(CacheLayerMixin):
         self.edition += 1
         self.seen = self.new_columns = self.newest = 0
         self.store: KVStore | None = None
-        self.staged = None
+        self.staged: tuple[Tensor, Tensor] | None = None
         self.padding: Padding | None = None
         self.gone, self.cuts = 0, None
         self.uncommitted = self.evicted = self.differentiated = self._keeps_logits = False
@@ -178,31 +178,9 @@ class KVLayer(CacheLayerMixin):
         return self.scheme.smooths_keys and not self.holds_latents
 
     @property
-    def staged(self) -> tuple[Tensor, Tensor] | None:
-        """Keys (B, H, t, Dk), smoothed, and values (B, H, t, Dv) of the last update that are not in the store yet."""
-        if self._unsmoothed and self._staged is not None and self.smoothing is not None:
-            keys, values = self._staged
-            self.staged = self.smoothing.keys(keys), values
-        return self._staged
-
-    @staged.setter
-    def staged(self, tokens: tuple[Tensor, Tensor] | None) -> None:
-        self._staged, self._unsmoothed = tokens, False
-
-    def staged_step(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, Hq, Q, D) as they attend to what the layer holds, and what is staged: smoothed in one launch."""
-        assert self._staged is not None
-        keys, values = self._staged
-        if self._unsmoothed and self.smoothing is not None:
-            query, keys = self.smoothing.both(query, keys)
-            self.staged = keys, values
-            return query, keys, values
-        return self.smoothed_query(query), keys, values
-
-    @property
     def staged_length(self) -> int:
         """New tokens that are not in the store yet."""
-        return 0 if self._staged is None else self._staged[0].shape[2]
+        return 0 if self.staged is None else self.staged[0].shape[2]
 
     @property
     def columns(self) -> int:
@@ -381,9 +359,7 @@ class KVLayer(CacheLayerMixin):
         if self.differentiated:
             key_states, value_states = key_states.detach(), value_states.detach()
         batch, heads, tokens, key_dim = key_states.shape
-        # Steps smooth keys and queries together.
-        waits = self.smoothing is not None and tokens <= MAX_STEP
-        if self.smoothing is not None and not waits:
+        if self.smoothing is not None:
             key_states = self.smoothing.keys(key_states)
         unseen = self.new_columns and self.store is not None
         if unseen and self.eviction is not None and self.own_attention:
@@ -396,7 +372,6 @@ class KVLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self.settle()
         self.staged, self.padding = (key_states, value_states), None
-        self._unsmoothed = waits
         self.new_columns = self.newest = tokens
         self.seen += tokens
         self.edition += 1
@@ -585,39 +560,38 @@ class KVLayer(CacheLayerMixin):
 
     def store_staged(self, commit: bool = True) -> None:
         """Lets staged tokens join the store as a prompt does; or, with ``commit``, seals what is due of a step."""
-        if self.staged is not None:
-            store, queries, before = self.held(), self.queries, self._sealed_keys()
-            mean = None if queries is None else queries.mean()
-            found = None if self.tags is None else self.tags.of_columns(self)
-            store.extend(*self.staged, self.padding, self.hold, mean, found)
-            # Staged tokens are dropped here and no earlier: if memory runs out, they are still staged.
-            self.staged = self.padding = None
+        staged = self.staged
+        if staged is not None:
+
+            def extend(mean: Tensor | None, tags: Any) -> None:
+                self.held().extend(*staged, self.padding, self.hold, mean, tags)
+                # Staged tokens are dropped here and no earlier: if memory runs out, they are still staged.
+                self.staged = self.padding = None
+
+            self._seal(extend, None if self.tags is None else self.tags.of_columns(self))
             if self.window:
                 # Tokens that only these queries saw are gone.
                 self.newest = 0
-            if before is not None and queries is not None:
-                queries.forget_sealed(store, before)
         elif self.uncommitted and commit:
             self.seal_due()
         self.uncommitted = self.uncommitted and not commit
 
     def seal_due(self) -> None:
         """Seals what is due; asks the device nothing where nothing is."""
-        store, hold, queries, tags = self.held(), self.hold, self.queries, self.tags
-        if tags is None and (queries is None or queries.sums is None):
-            store.commit(hold)
-        elif store.is_due(hold):
-            before = self._sealed_keys()
+        store, tags = self.held(), self.tags
+        if store.is_due(self.hold):
             found = tags.of_columns(self) if tags is not None and tags.may_be_due(self) else None
-            store.commit(hold, None if queries is None else queries.mean(), found)
-            if before is not None and queries is not None:
-                queries.forget_sealed(store, before)
+            self._seal(partial(store.commit, self.hold), found)
         self.padding, self.uncommitted = None, False
 
-    def _sealed_keys(self) -> Tensor | None:
-        """i32 (B,): sealed keys of each row, where it matters."""
-        has_sums = self.queries is not None and self.queries.sums is not None
-        return sealed_count(self.held().counters, "keys") if has_sums else None
+    def _seal(self, seal: Callable[..., object], tags: Any) -> None:
+        """Seals with the mean of the queries, of which those forget the past whose keys have been sealed."""
+        store, queries = self.held(), self.queries
+        has_sums = queries is not None and queries.sums is not None
+        before = sealed_count(store.counters, "keys") if has_sums else None
+        seal(None if queries is None else queries.mean(), tags)
+        if before is not None and queries is not None:
+            queries.forget_sealed(store, before)
 
     # Recorded steps.
 
