@@ -212,7 +212,13 @@ MUTANTS = [
         "key = (known, id(start.padding), id(scheme), layout, hold,",
         "key = (known, id(start.padding), id(scheme), layout,",
     ),
-    Mutant("route-known", "routing", ROUTE, "rows[LENGTH] = tuple(length + tokens for length in rows[LENGTH])", "pass"),
+    Mutant(
+        "route-known",
+        "routing",
+        CROP,
+        "windows=[window[rows] for window in state.windows],\n        history=None,",
+        "windows=[window[rows] for window in state.windows],",
+    ),
     Mutant("route-untagged", "routing", ROUTE, "torch.where(column < codes.shape[1], found, UNTAGGED)", "found"),
     # Eviction.
     Mutant("evict-gamma", "eviction", RANK, "seen.mean + gamma *", "seen.mean + 0.5 * gamma *"),

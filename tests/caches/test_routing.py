@@ -51,11 +51,6 @@ def alone(cache):
     return cache
 
 
-def told(layer):
-    """Counters as the host knows them, and as they are."""
-    return layer.store.state.counted(), tuple(map(tuple, layer.store.counters.tolist()))
-
-
 def forward(model, cache, ids, mask=None):
     with torch.no_grad():
         model(input_ids=ids, attention_mask=mask, past_key_values=cache)
@@ -146,7 +141,6 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_the_bytes_are_the_same(kind, model):
-    """And what the host takes counters to be, they are."""
     caches = [make(model, **KINDS[kind]), alone(make(model, **KINDS[kind]))]
     generator, valid = torch.Generator().manual_seed(0), torch.ones(3, 0, dtype=torch.long)
 
@@ -176,11 +170,6 @@ def test_whatever_happens_the_bytes_are_the_same(kind, model):
         for tokens, pads in ((1, [0] * 6), (40, [0, 3, 0, 17, 0, 0]), (1, [0] * 6)):
             give(tokens, pads)
         assert caches[0].tokens.layers > 1
-        for layer in (layer for cache in caches for layer in cache.compressed_layers if "tags" in layer.scheme.needs):
-            if kind == "fixed":
-                layer.buffer.catch_up()
-            host, device = told(layer)
-            assert host in (None, device)
         assert_alike(*caches)
 
 
@@ -193,9 +182,7 @@ def test_tokens_that_may_be_taken_back_are_not_counted_as_sealed(model):
     for _ in range(30):
         forward(model, cache, torch.tensor([[5, 5, 5]]))
     for layer in cache.layers:
-        host, device = told(layer)
-        assert host == device
-        assert sum(row[0] for row in device[RUNS::2]) == 104
+        assert int(layer.store.counters[RUNS::2].sum()) == 104
 
 
 CHANGES = {
@@ -292,7 +279,6 @@ def test_a_route_is_for_all_that_it_follows_from(what):
     assert tags.route(*first) is route
     given = [new if i in differ else old for i, (old, new) in enumerate(zip(first, of(**PLAIN | changes), strict=True))]
     got, expected = tags.route(*given), route_by_width(*given[:6], tags.codes)
-    assert got.after == expected.after
     assert [x.tolist() for x in got.tensors()] == [x.tolist() for x in expected.tensors()]
     assert [x.tolist() for x in got.tensors()] != [x.tolist() for x in route.tensors()]
 
@@ -302,7 +288,6 @@ def test_columns_beyond_the_tags_are_wide():
     short, padded = (
         route_by_width(*given, codes) for codes in (tags, torch.nn.functional.pad(tags, (0, 40), value=UNTAGGED))
     )
-    assert short.after == padded.after
     assert [x.tolist() for x in short.tensors()] == [x.tolist() for x in padded.tensors()]
 
 

@@ -579,7 +579,7 @@ class KVLayer(CacheLayerMixin):
     def seal_due(self) -> None:
         """Seals what is due; asks the device nothing where nothing is."""
         store, tags = self.held(), self.tags
-        if store.is_due(self.hold):
+        if any(store.forecast(hold=self.hold).due):
             found = tags.of_columns(self) if tags is not None and tags.may_be_due(self) else None
             self._seal(partial(store.commit, self.hold), found)
         self.padding, self.uncommitted = None, False

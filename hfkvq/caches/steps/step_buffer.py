@@ -440,7 +440,7 @@ class StepBuffer(Part):
         store = layer.held()
         *counters, flag = numbers
         rows = [counters[i * store.batch : (i + 1) * store.batch] for i in range(len(counters) // store.batch)]
-        store.note_states(row_states(rows))
+        store.note_states(row_states(rows), foreseen=False)
         layer.seen, layer.newest = rows[START][0] + rows[LENGTH][0], 0
         layer.edition += 1
         self.note_rows()
@@ -559,7 +559,7 @@ class StepBuffer(Part):
             if int(state.counters[LENGTH].max()) > store.longest:
                 # The tokens are stored, and what was due with them may not be sealed.
                 state.new.zero_()
-                store.note_states(then.appended)
+                store.note_states(then.appended, foreseen=False)
                 layer.staged, layer.new_columns, layer.uncommitted = None, 0, True
             raise
         store.note_states(then.sealed)

@@ -43,12 +43,11 @@ from .accounting import StoreBytes
 from .packing import unpacked
 from .routing import (
     ColumnTags,
-    HostCounters,
     Route,
     SealSource,
     SealStart,
+    followed,
     route_by_width,
-    sealed_to_last_run,
 )
 from .row_lengths import Forecast, RowState, WindowSizes, forecast
 from .rows import cropped, reordered, selected
@@ -219,10 +218,6 @@ class KVStore:
         needs, limit = self.forecast(tokens).tail_slots, self.tail_limit
         return tokens <= MAX_STEP and needs[0] <= limit["keys"] and needs[1] <= limit["values"]
 
-    def is_due(self, hold: int = 0) -> bool:
-        """True if some row has something to seal now."""
-        return any(self.forecast(hold=hold).due)
-
     def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
         """Attention of the newest queries (B, Hq, Q, D) over everything held; see `kernels.decode_attention`.
 
@@ -268,9 +263,9 @@ class KVStore:
         made.tail_limit, made.state = tail_limits(layout, hold), state
         return made
 
-    def note_states(self, states: frozenset[RowState]) -> None:
-        """Notes what rows are like after recorded steps, which changed the tensors alone."""
-        self.state = self.state.replace(states=states)
+    def note_states(self, states: frozenset[RowState], foreseen: bool = True) -> None:
+        """Notes what rows are like after recorded steps, which changed the tensors alone; ``foreseen``: as they do."""
+        self.state = self.state.replace(states=states, history=followed(self.state.known, states) if foreseen else None)
 
     def move_into(self, buffer: StepState, blocks: Sequence[int]) -> None:
         self.state = in_buffer(self.state, buffer, blocks)
@@ -290,7 +285,7 @@ class KVStore:
             for lead in padding.amounts
         )
         # Which row has how much padding, the host does not know.
-        self.state = self.state.replace(states=states, host_counters=None)
+        self.state = self.state.replace(states=states, history=None)
         self.counters[START].add_(padding.lead)
         self.counters[LENGTH].add_(tokens - padding.lead)
 
@@ -343,7 +338,7 @@ class KVStore:
             return SealSource(x if fresh else torch.cat([tail, x], 2), 0 if fresh else tail.shape[2], x.shape[2], first)
 
         with self._counting(fresh) as counters:
-            start = None if tags is None else SealStart(counters, self.state.counted(), padding)
+            start = None if tags is None else SealStart(counters, self.state.known, padding)
             self._advance(keys.shape[2], padding)
             self._seal(source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs, tags, start)
             self.grow_tails(1, fresh)
@@ -361,7 +356,7 @@ class KVStore:
         keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
         with self._counting(empty=True):
             self.state = self.state.replace(
-                states=frozenset(RowState(length, 0, 0) for length in rows.lengths), host_counters=None
+                states=frozenset(RowState(length, 0, 0) for length in rows.lengths), history=None
             )
             self.counters[LENGTH].copy_(rows.length)
             first = rows.first[:, None] + self.layout.sink
@@ -392,8 +387,6 @@ class KVStore:
 
     def commit(self, hold: int = 0, q_abs: Tensor | None = None, tags: ColumnTags | None = None) -> bool:
         """Seals what has left the windows; whether a seal was due in some row. Asks the device nothing if none was."""
-        if not self.is_due(hold):
-            return False
         keys, values = (SealSource(tail, tail.shape[2]) for tail in self.windows[2:])
         return self._seal(keys, values, hold, q_abs, tags)
 
@@ -420,10 +413,9 @@ class KVStore:
         plain = tags is None and self.seals_widely and (from_tail or keys.first is not None)
         if not self.format.ordered and not plain:
             route = self._seal_by_width((keys, values), most[0], hold, tags, start)
-            known = None if tags is None else HostCounters(route.after, then.sealed)
-            self.state = self.state.replace(states=then.sealed, widest=route.held, host_counters=known)
+            history = None if tags is None else route.history
+            self.state = self.state.replace(states=then.sealed, widest=route.held, history=history)
             return True
-        counted = self.state.counted()
         local = max(self.sizes.local[0], hold), max(self.sizes.local[1], hold)
         sealed = then.most_sealed
         if not self.format.ordered:
@@ -431,8 +423,7 @@ class KVStore:
             sealed = min(max(self.state.wide_most - local[0], 0), sealed)
         self.state = grow(self.state, len(self.runs) - 1, pages_for(self.format, -1, sealed), self.growth)
         self._seal_last((keys, values), most, local, q_abs)
-        known = None if counted is None else HostCounters(sealed_to_last_run(counted, self.sizes, hold), then.sealed)
-        self.state = self.state.replace(states=then.sealed, host_counters=known)
+        self.state = self.state.replace(states=then.sealed, history=followed(self.state.known, then.sealed))
         return True
 
     def _seal_last(
@@ -486,7 +477,7 @@ class KVStore:
             codes = None if tags is None else tags.codes
             route = route_by_width(self.counters, self.layout, self.scheme, sources, bound, hold, codes)
         else:
-            start = SealStart(self.counters, self.state.counted(), None) if start is None else start
+            start = SealStart(self.counters, self.state.known, None) if start is None else start
             route = tags.route(self.counters, self.layout, self.scheme, sources, bound, hold, start)
         for i, tokens in enumerate(route.runs):
             if tokens is None:
@@ -560,12 +551,10 @@ class KVStore:
         state = self.state
         state.counters.zero_()
         state.dropped.zero_()
-        known = HostCounters.empty(state.counters, EMPTY) if "tags" in self.scheme.needs else None
+        history = EMPTY if "tags" in self.scheme.needs else None
         # No row's pages are another's, or lie behind those of a batch that was larger.
         runs = [replaced(view, table=state.own_table(view.table.shape[1])) for view in state.runs]
-        self.state = state.replace(
-            states=EMPTY, host_counters=known, wide_bound=(0, 0), settled=0, runs=runs, writes=()
-        )
+        self.state = state.replace(states=EMPTY, history=history, wide_bound=(0, 0), settled=0, runs=runs, writes=())
 
     def __deepcopy__(self, memo: dict[int, object]) -> KVStore:
         """Independent tensors, outside of any buffer, shared layout and scheme."""

@@ -148,7 +148,7 @@ def unpacked(empty: StoreState, numbers: Mapping[str, Any], tensors: Mapping[str
         windows=windows,
         runs=runs,
         states=frozenset(RowState(*map(int, row)) for row in numbers["rows"]),
-        host_counters=None,
+        history=None,
         wide_bound=(first, second),
         settled=int(numbers["settled"]),
     )

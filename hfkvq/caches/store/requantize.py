@@ -385,7 +385,7 @@ def requantized(
     done = state.replace(
         # Room of the last run.
         None if form.ordered else max(held[-1]),
-        host_counters=None,
+        history=None,
         settled=max(state.settled, *last),
         **changes,
     )

@@ -3,11 +3,12 @@
 A layout with several runs has pages of 2 bits, say, beside pages of 4, and a scheme gives each token one of these
 widths. Where widths follow from tags and positions alone, layers whose counters are equal send the same tokens the same
 way, so they share a `Route`. Counters are on the device, and to ask for them in every layer would stall both sides; so
-a store keeps `HostCounters`, an exact copy on the host, or nothing.
+a store knows its ``history``: stores of equal layouts, histories and row states have equal counters.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,52 +18,18 @@ from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count, sealed_count
 from hfkvq.kernels.windows import tokens_due_by_row
 
 from ..schemes.base import UNTAGGED, Layout, Scheme
-from .row_lengths import RowState, WindowSizes, forecast, sealed_target
-
-Counters = tuple[tuple[int, ...], ...]
-"""The rows of `KVStore.counters` as numbers."""
+from .row_lengths import RowState
 
 
-def read_counters(counters: Tensor) -> Counters:
+def read_counters(counters: Tensor) -> tuple[tuple[int, ...], ...]:
     """Counters (n, B) as numbers; waits for the device."""
     return tuple(tuple(row) for row in counters.tolist())
 
 
-class HostCounters(NamedTuple):
-    """A store's counters, as the host knows them without asking."""
-
-    counters: Counters
-    states: frozenset[RowState]
-
-    @classmethod
-    def empty(cls, counters: Tensor, states: frozenset[RowState]) -> HostCounters:
-        """Counters of a store that holds nothing, with counters (n, B)."""
-        return cls(((0,) * counters.shape[1],) * counters.shape[0], states)
-
-    def now(self, states: frozenset[RowState], sizes: WindowSizes) -> Counters | None:
-        """Counters when the store's states are these; None if anything else happened than that tokens came.
-
-        Rows in the same state change alike. If every state has only grown by the same number of tokens, no row has
-        sealed anything, and just the lengths differ. Whatever else changes the counters must drop this copy.
-        """
-        tokens = max(state.length for state in states) - max(state.length for state in self.states)
-        if tokens < 0 or forecast(self.states, sizes, tokens).appended != states:
-            return None
-        rows = list(self.counters)
-        rows[LENGTH] = tuple(length + tokens for length in rows[LENGTH])
-        return tuple(rows)
-
-
-def sealed_to_last_run(counters: Counters, sizes: WindowSizes, hold: int) -> Counters:
-    """Counters after a seal of all that is due into the last run, which `kernels.due` counts."""
-    rows = list(counters)
-    for at, (local, unit) in enumerate(zip(sizes.local, sizes.unit, strict=True)):
-        before = [sum(column) for column in zip(*rows[RUNS + at :: 2], strict=True)]
-        rows[at - 2] = tuple(
-            count + sealed_target(max(length - sizes.sink, 0), have, max(local, hold), unit) - have
-            for count, have, length in zip(rows[at - 2], before, rows[LENGTH], strict=True)
-        )
-    return tuple(rows)
+@lru_cache(maxsize=64)
+def followed(known: object, states: frozenset[RowState]) -> object:
+    """History of stores of which all this was known before steps or seals into the last run, and these states after."""
+    return None if known is None else object()
 
 
 class SealSource(NamedTuple):
@@ -128,12 +95,13 @@ class Route(NamedTuple):
         runs: new tokens of each run; None where no row has any for it.
         added: i32 (2*runs, B), by how much the runs' counters grow.
         held: the most tokens that a row has in the last run then.
+        history: of the stores that take it.
     """
 
     runs: tuple[RunTokens | None, ...]
     added: Tensor
     held: int
-    after: Counters
+    history: object
 
     def tensors(self) -> list[Tensor]:
         found = [self.added]
@@ -147,12 +115,12 @@ class SealStart(NamedTuple):
 
     Attributes:
         counters: the device's, before new tokens came.
-        known: the same on the host, if it knows.
+        known: the store's history and row states then; None if the host does not know.
         padding: the padding among the new tokens, a `Padding` or None.
     """
 
     counters: Tensor
-    known: Counters | None
+    known: object
     padding: object
 
 
@@ -242,12 +210,10 @@ def route_by_width(
         taken.append(count)
 
     rows = read_counters(torch.cat([counters, torch.stack(taken)]))
-    before, added = rows[: RUNS + 2 * len(formats)], rows[RUNS + 2 * len(formats) :]
-    after, paths, held = list(before), [], 0
+    before, added = rows[RUNS : RUNS + 2 * len(formats) : 2], rows[RUNS + 2 * len(formats) :]
+    paths, held = [], 0
     for i, (fmt, mine, count, counts) in enumerate(zip(formats, members, taken, added, strict=True)):
-        for at in (RUNS + 2 * i, RUNS + 2 * i + 1):
-            after[at] = tuple(a + b for a, b in zip(before[at], counts, strict=True))
-        held, most = max(after[RUNS + 2 * i]), max(counts)
+        held, most = max(a + b for a, b in zip(before[i], counts, strict=True)), max(counts)
         if not most:
             paths.append(None)
             continue
@@ -261,7 +227,7 @@ def route_by_width(
         rank = torch.arange(sum(counts), device=device) - (count.cumsum(0) - count)[row]
         place = row, run_count(counters, i, "keys").long()[row] + rank
         paths.append(RunTokens(held, count, both, place, position[row, order[row, rank]]))
-    return Route(tuple(paths), torch.stack(taken).repeat_interleave(2, 0), held, tuple(after))
+    return Route(tuple(paths), torch.stack(taken).repeat_interleave(2, 0), held, object())
 
 
 def _tokens(source: SealSource, index: Tensor, wanted: bool) -> Tensor:

@@ -84,7 +84,7 @@ def joined(states: Sequence[StoreState]) -> StoreState:
         windows=[torch.cat(windows) for windows in zip(*(state.windows for state in states), strict=True)],
         runs=runs,
         states=frozenset().union(*(state.states for state in states)),
-        host_counters=None,
+        history=None,
         settled=max(state.settled for state in states),
     )
 
@@ -111,7 +111,7 @@ def take_rows(state: StoreState, rows: Tensor) -> StoreState:
         counters=state.counters[:, rows].contiguous(),
         dropped=state.dropped[rows],
         windows=[window[rows] for window in state.windows],
-        host_counters=None,
+        history=None,
     )
 
 
@@ -196,7 +196,7 @@ def cropped(state: StoreState, layout: Layout, tail_limit: Mapping[Side, int], t
     counters[START] = counters[START].clamp(max=seen - tokens)
     # Pages that have been cut are lost for good.
     wide, settled = state.wide_most, held if ring else state.settled
-    state = state.replace(counters=counters, states=frozenset(states), host_counters=None, settled=settled)
+    state = state.replace(counters=counters, states=frozenset(states), history=None, settled=settled)
     if reopens:
         # The tokens taken back may all have been in other runs, so the last one's bound cannot be lowered. A page that
         # was full, and so may be shared, takes new tokens again.

@@ -16,7 +16,6 @@ from hfkvq.kernels.pages import PageFormat, RunView, Side, StoreFormat
 from ..base import outside_inference_mode
 from ..schemes.base import Layout
 from .host import check_device, hosted
-from .routing import Counters, HostCounters
 from .row_lengths import RowState, WindowSizes, forecast
 
 SIDES: tuple[Side, Side] = ("keys", "values")
@@ -60,7 +59,7 @@ class StoreState:
         dropped: i32 (B,), tokens of each row that were forgotten.
         windows: sink keys, sink values, tail keys, tail values: (B, H, n, D).
         states: what rows may be like.
-        host_counters: the counters, where the host has an exact copy of them.
+        history: see `hfkvq.caches.store.routing`; None where the host does not know, or need not.
         wide_bound: of several runs: when no row had more tokens than the second number, no row had more than the first
             number in its last run and its tail. Tokens that came since may be there as well.
         settled: logical columns before this one cannot be taken back: some of their tokens were forgotten, or moved to
@@ -77,7 +76,7 @@ class StoreState:
     windows: tuple[Tensor, ...]
     runs: tuple[RunView, ...]
     states: frozenset[RowState]
-    host_counters: HostCounters | None = None
+    history: object = None
     wide_bound: tuple[int, int] = (0, 0)
     settled: int = 0
     writes: tuple[PageWrite, ...] = ()
@@ -86,9 +85,9 @@ class StoreState:
     @classmethod
     @outside_inference_mode
     def empty(
-        cls, layout: Layout, keys: Tensor, values: Tensor, tail: int, counted: bool, offloaded: bool = False
+        cls, layout: Layout, keys: Tensor, values: Tensor, tail: int, routed: bool, offloaded: bool = False
     ) -> StoreState:
-        """A state without tokens or pages; ``counted``: the host keeps a copy of the counters.
+        """A state without tokens or pages; ``routed``: layers may share routes of tokens to runs.
 
         Raises:
             ValueError: pages are to lie in the host's memory, and the device does not reach it.
@@ -110,7 +109,7 @@ class StoreState:
             RunView(table, pos, state.pages(own, "keys", 0), state.pages(other, "values", 0))
             for own, other in form.runs
         ]
-        return state.replace(runs=runs, host_counters=HostCounters.empty(counters, EMPTY) if counted else None)
+        return state.replace(runs=runs, history=EMPTY if routed else None)
 
     def own_table(self, blocks: int) -> Tensor:
         """i32 (B, blocks): pages row by row, which blocks of a row take in turn where there is a window."""
@@ -124,8 +123,8 @@ class StoreState:
         """The same but for some fields.
 
         Args:
-            widest: tokens have come to other runs, and no row's last one holds more than so many now. The host's copy
-                of the counters is gone then, unless another is given.
+            widest: tokens have come to other runs, and no row's last one holds more than so many now. The history is
+                gone then, unless another is given.
         """
         for name in ("windows", "runs"):
             if name in changes:
@@ -136,7 +135,7 @@ class StoreState:
             states = changes.get("states", self.states)
             longest = max(state.length for state in states)
             changes["wide_bound"] = widest + max(forecast(states, self.sizes).tail_slots), longest
-            changes.setdefault("host_counters", None)
+            changes.setdefault("history", None)
         # `dataclasses.replace` takes several times as long, which steps without graphs feel.
         new = object.__new__(StoreState)
         new.__dict__.update(self.__dict__)
@@ -203,15 +202,15 @@ class StoreState:
         return max(state.length for state in self.states)
 
     @property
+    def known(self) -> object:
+        """All that the counters follow from, of a store of one layout; None where the host does not know."""
+        return None if self.history is None else (self.history, self.states)
+
+    @property
     def wide_most(self) -> int:
         """The most tokens that any row has in its last run and its tail; its first ones are in the sink."""
         held, longest = self.wide_bound
         return min(held + self.longest - longest, max(self.longest - self.sizes.sink, 0))
-
-    def counted(self) -> Counters | None:
-        """The counters, if the host knows them."""
-        known = self.host_counters
-        return None if known is None else known.now(self.states, self.sizes)
 
     def tensors(self) -> Sequence[Tensor]:
         return [self.counters, self.dropped, *self.windows, *self.flat_runs()]
