@@ -15,7 +15,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from .base.model_calls import CACHE_NAMES, CallInterceptor, forward_parameters, 
 from .base.recorded import DeviceSync, recording
 from .fused_modules import DEVICES, Fusion
 from .layer_state.base import ROLLBACK
-from .layers.recurrent import StatePlaces
 from .steps.step_buffer import StepBuffer
 from .store import KVStore
 from .store.host import pinned
@@ -187,23 +186,6 @@ def graphs_enabled(graphs: bool | None) -> bool:
     return graphs
 
 
-class CapturableCache(Protocol):
-    """A `MixedKVCache`, as its graphs see it."""
-
-    config: Any
-
-    @property
-    def attached(self) -> bool: ...
-
-    @property
-    def states(self) -> StatePlaces: ...
-
-    def compile_for(self, model: torch.nn.Module, rows: int) -> None: ...
-    def note_step(self, input_ids: Tensor | None) -> None: ...
-    def reserve(self, tokens: int) -> None: ...
-    def level_pages(self, seen: int | None = None) -> None: ...
-
-
 class Step(NamedTuple):
     """A call of a model that may be replayed.
 
@@ -223,6 +205,7 @@ class StepGraphs:
     """The graphs of one cache, and the buffers of its layers.
 
     Args:
+        cache: a `MixedKVCache`.
         preset: of the cache, by name and knobs.
         leaves: whether the buffers of a cache that is gone are left to the next one; not where bytes are counted.
 
@@ -232,7 +215,7 @@ class StepGraphs:
         states: recurrent ones, of the cache.
     """
 
-    def __init__(self, cache: CapturableCache, preset: Any, sync: DeviceSync, leaves: bool = True) -> None:
+    def __init__(self, cache: Any, preset: Any, sync: DeviceSync, leaves: bool = True) -> None:
         self.fuses = read_switch("HFKVQ_FUSION", True, "modules of captured steps are fused")
         self.sync = sync
         sync.captured = True
@@ -298,12 +281,7 @@ class StepGraphs:
     # A call of the model.
 
     def call(
-        self,
-        model: Any,
-        interceptor: CallInterceptor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cache: CapturableCache,
+        self, model: Any, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any
     ) -> Any:
         """The model's call: replayed, captured, or as it is."""
         self.states.check()
@@ -379,7 +357,7 @@ class StepGraphs:
             return None
         return Step(tokens, tensors, mask, rest)
 
-    def _run(self, model: Any, interceptor: CallInterceptor, cache: CapturableCache, step: Step) -> tuple[bool, Any]:
+    def _run(self, model: Any, interceptor: CallInterceptor, cache: Any, step: Step) -> tuple[bool, Any]:
         sync = self.sync
         shapes = tuple((name, x.shape, x.dtype, x.device) for name, x in step.tensors.items())
         kind = id(model), self.fuses, self._setting(model), tuple(step.rest.items()), shapes
@@ -474,17 +452,11 @@ class StepGraphs:
         """The modules around attention, fused while a step of one token a row is recorded, if they are to be."""
         if step.tokens > 1 or self.sync.first.layer.device.type not in DEVICES or not self.fuses:
             return contextlib.nullcontext()
-        if interceptor.fusion is None:
-            interceptor.fusion = Fusion()
+        interceptor.fusion = interceptor.fusion or Fusion()
         return interceptor.fusion.applied(model, compares)
 
     def _fused_prompt(
-        self,
-        model: Any,
-        interceptor: CallInterceptor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cache: CapturableCache,
+        self, model: Any, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any
     ) -> contextlib.AbstractContextManager[None]:
         """The modules around attention, fused in a call of more tokens than steps have."""
         given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
@@ -492,14 +464,13 @@ class StepGraphs:
         watched = torch.is_grad_enabled() or model.training or torch._C._len_torch_dispatch_stack()
         if given is None or not self.fuses or tokens <= MAX_STEP or watched:
             return contextlib.nullcontext()
-        if interceptor.fusion is None:
-            interceptor.fusion = Fusion()
         # Kernels of modules before the first attention would be compiled one by one, while they are compared.
         cache.compile_for(model, given.shape[0])
+        interceptor.fusion = interceptor.fusion or Fusion()
         return interceptor.fusion.applied(model, True, prompt=True)
 
     def _first(
-        self, model: Any, interceptor: CallInterceptor, cache: CapturableCache, tensors: dict[str, Tensor], step: Step
+        self, model: Any, interceptor: CallInterceptor, cache: Any, tensors: dict[str, Tensor], step: Step
     ) -> Any:
         """A step in Python, over the buffers: what graphs need is compiled and loaded by it."""
         numbers = NumbersOnDevice()
@@ -513,7 +484,7 @@ class StepGraphs:
         interceptor.makes_numbers |= numbers.made
         return out
 
-    def _whole(self, cache: CapturableCache, tensors: dict[str, Tensor], step: Step, run: Callable[[], Any]) -> Any:
+    def _whole(self, cache: Any, tensors: dict[str, Tensor], step: Step, run: Callable[[], Any]) -> Any:
         """Runs a step and counts it; if it is interrupted, its tokens are in no layer."""
         sync = self.sync
         before = sync.seen
@@ -531,7 +502,7 @@ class StepGraphs:
         return out
 
     def _capture(
-        self, model: Any, interceptor: CallInterceptor, cache: CapturableCache, tensors: dict[str, Tensor], step: Step
+        self, model: Any, interceptor: CallInterceptor, cache: Any, tensors: dict[str, Tensor], step: Step
     ) -> Recording | None:
         device = next(iter(tensors.values())).device
         with torch.inference_mode(False), torch.no_grad():
@@ -554,7 +525,10 @@ class StepGraphs:
             torch.set_autocast_cache_enabled(False)
             fused = self._fused(model, interceptor, step, False)
             with inside_call(), recording(), fused, self.states.as_before():
-                graph = RECORDERS[device.type](self._devices(device), run, cache)
+                held = [buffer.layer.device for buffer in self.sync.members]
+                # The device of the input comes first.
+                devices = list(dict.fromkeys([device, *held, *(x.device for x in self.states.tensors())]))
+                graph = RECORDERS[device.type](devices, run, cache)
         except Exception as error:
             # The replay was not carried out.
             self._why = f"its forward cannot be captured ({type(error).__name__}: {str(error).splitlines()[0]})"
@@ -564,12 +538,7 @@ class StepGraphs:
             self.sync.stale = False
         return Recording(graph, inputs, reference, interceptor.fingerprint())
 
-    def _devices(self, first: torch.device) -> list[torch.device]:
-        """Devices of a step, that of its input first."""
-        held = [buffer.layer.device for buffer in self.sync.members]
-        return list(dict.fromkeys([first, *held, *(x.device for x in self.states.tensors())]))
-
-    def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: CapturableCache, step: Step) -> Any:
+    def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: Any, step: Step) -> Any:
         with self.states.invalidated_on_error():
             return self._whole(cache, tensors, step, lambda: recorded.replay(tensors, cache))
 
