@@ -168,8 +168,8 @@ MUTANTS = [
         "crop-parts",
         "crop",
         CROP,
-        "state = part_pages(state.replace(wide_bound=(wide, state.longest)), layout)",
-        "state = state.replace(wide_bound=(wide, state.longest))",
+        "state if ring else reordered(state, layout, torch.arange(state.batch, device=state.device))",
+        "state",
     ),
     Mutant(
         "reorder-full", "rows", SHARE, "full = (counts.amin(0) // page)[rows]", "full = (counts.amax(0) // page)[rows]"

@@ -551,10 +551,9 @@ class KVLayer(CacheLayerMixin):
             self.padding = self.reader.read(mask, self.columns, tokens, store.row_lengths)
         if self.hold:
             store.reserve_tail(self.hold)
-        holes = self.padding is not None and self.padding.source is not None
-        if store.longest == 0 or not store.fits(tokens) or holes:
+        if store.longest == 0 or not store.fits(tokens) or self.padding is not None:
             return False
-        store.push(keys, values, self.padding)
+        store.push(keys, values)
         self.staged, self.uncommitted = None, True
         return True
 

@@ -299,19 +299,12 @@ class KVStore:
 
     # Tokens arrive.
 
-    def push(self, keys: Tensor, values: Tensor, padding: Padding | None = None) -> None:
+    def push(self, keys: Tensor, values: Tensor) -> None:
         """Appends up to 16 tokens to sink and tail; seals nothing. ``fits`` must hold."""
-        keys, values, padding = self.folded(keys), self.folded(values), self._folded_padding(padding)
         self.grow_tails(keys.shape[2])
-        if padding is None:
-            # Counts on the device as well.
-            kernels.append(keys, values, self.counters, self.windows, self.format)
-            self.state = self.state.replace(states=self.forecast(keys.shape[2]).appended)
-            return
-        keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
-        with self._counting() as old:
-            self._advance(keys.shape[2], padding)
-            fill_windows(self.state, keys, values, old[LENGTH], padding)
+        # Counts on the device as well.
+        kernels.append(self.folded(keys), self.folded(values), self.counters, self.windows, self.format)
+        self.state = self.state.replace(states=self.forecast(keys.shape[2]).appended)
 
     @outside_inference_mode
     def extend(

@@ -37,16 +37,6 @@ def reordered(state: StoreState, layout: Layout, rows: Tensor) -> StoreState:
     return take_rows(state, rows)
 
 
-def part_pages(state: StoreState, layout: Layout) -> StoreState:
-    """The state in which every page that is not full is of one row only."""
-    if state.format.ring:
-        return state
-    rows = torch.arange(state.batch, device=state.device)
-    for run in range(len(state.runs)):
-        state = share_pages(state, run, rows, layout)
-    return state
-
-
 def selected(state: StoreState, rows: Tensor) -> StoreState:
     """The state of rows ``rows`` (i64 (B',)) only, without the other rows' pages."""
     runs = []
@@ -200,7 +190,8 @@ def cropped(state: StoreState, layout: Layout, tail_limit: Mapping[Side, int], t
     if reopens:
         # The tokens taken back may all have been in other runs, so the last one's bound cannot be lowered. A page that
         # was full, and so may be shared, takes new tokens again.
-        state = part_pages(state.replace(wide_bound=(wide, state.longest)), layout)
+        state = state.replace(wide_bound=(wide, state.longest))
+        state = state if ring else reordered(state, layout, torch.arange(state.batch, device=state.device))
     return state
 
 

@@ -30,46 +30,35 @@ def pages_for(form: StoreFormat, run: int, tokens: int) -> int:
     return -(-tokens // form.runs[run][0].page_size)
 
 
+@outside_inference_mode
 def grow(state: StoreState, run: int, blocks: int, factor: float = GROWTH) -> StoreState:
     """Reserves ``blocks`` pages a row at least, ``factor`` times those that a run has; pages keep their numbers."""
-    return state if blocks <= state.runs[run].table.shape[1] else _grown(state, run, blocks, factor)
-
-
-@outside_inference_mode
-def _grown(state: StoreState, run: int, blocks: int, factor: float) -> StoreState:
-    view = state.runs[run]
-    have = view.table.shape[1]
+    view, form = state.runs[run], state.format
+    have, first, pos = view.table.shape[1], view.keys[0].shape[0], view.pos
+    if blocks <= have:
+        return state
     if have and factor > 1:
         blocks = max(blocks, int(have * factor) + 1)
-    if state.format.ring:
-        have, more = state.format.pages(have), state.format.pages(blocks)
-        first = view.keys[0].shape[0]
-        ids = torch.arange(first, first + state.batch * (more - have), dtype=torch.int32, device=state.device)
-        state = enlarge(state, run, ids.numel()) if ids.numel() else state
-        pages = torch.cat([view.table[:, :have], ids.view(state.batch, -1)], 1)
-        return state.with_run(run, table=in_turn(pages, blocks))
-    first, extra = view.keys[0].shape[0], state.batch * (blocks - have)
+    # Blocks of a window take its pages in turn.
+    held, extra = form.pages(have), state.batch * (form.pages(blocks) - form.pages(have))
     ids = torch.arange(first, first + extra, dtype=torch.int32, device=state.device).view(state.batch, -1)
-    state = enlarge(state, run, extra)
-    table, pos = torch.cat([view.table, ids], 1) if have else ids, view.pos
     if pos is not None:
-        more = pos.new_zeros(state.batch, (blocks - have) * state.format.runs[run][0].page_size)
-        pos = torch.cat([pos, more], 1) if have else more
-    return state.with_run(run, table=table, pos=pos)
+        pos = pad(pos, (0, (blocks - have) * form.runs[run][0].page_size))
+    table = in_turn(torch.cat([view.table[:, :held], ids], 1), blocks)
+    return enlarge(state, run, extra).with_run(run, table=table, pos=pos)
 
 
 def enlarge(state: StoreState, run: int, pages: int) -> StoreState:
     """Adds so many pages to a run, which belong to no row yet."""
     view, formats = state.runs[run], state.format.runs[run]
     keys, values = (
-        [_joined(x, more) for x, more in zip(parts, state.pages(fmt, side, pages), strict=True)]
+        [
+            torch.cat([x, more]) if x.shape[0] else more
+            for x, more in zip(parts, state.pages(fmt, side, pages), strict=True)
+        ]
         for side, fmt, parts in zip(SIDES, formats, (view.keys, view.values), strict=True)
     )
     return state.with_run(run, keys=keys, values=values)
-
-
-def _joined(x: Tensor, more: Tensor) -> Tensor:
-    return torch.cat([x, more]) if x.shape[0] else more
 
 
 def tail_limits(layout: Layout, hold: int) -> dict[Side, int]:
@@ -78,19 +67,17 @@ def tail_limits(layout: Layout, hold: int) -> dict[Side, int]:
     return {side: max(own.local, hold) + own.unit - 1 + MAX_STEP for side, own in sides}
 
 
+@outside_inference_mode
 def grow_tail(state: StoreState, side: Side, need: int, limit: int, empty: bool = False) -> StoreState:
     """Makes the tail at least ``need`` slots long, by doubling, up to ``limit``; tokens move to their new slots.
 
     ``empty``: nothing that the tail holds is wanted.
     """
     at = 2 + SIDES.index(side)
-    return state if need <= state.windows[at].shape[2] else _grown_tail(state, side, at, need, limit, empty)
-
-
-@outside_inference_mode
-def _grown_tail(state: StoreState, side: Side, at: int, need: int, limit: int, empty: bool) -> StoreState:
     tail = state.windows[at]
     have = tail.shape[2]
+    if need <= have:
+        return state
     # A crop may leave more in the tail than the layout would, hence the outer max.
     need = max(need, min(2 * have, limit))
     grown = tail.new_zeros(*tail.shape[:2], need, tail.shape[3])
