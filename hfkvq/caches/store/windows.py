@@ -45,7 +45,7 @@ def grow(state: StoreState, run: int, blocks: int, factor: float = GROWTH) -> St
     if pos is not None:
         pos = pad(pos, (0, (blocks - have) * form.runs[run][0].page_size))
     table = in_turn(torch.cat([view.table[:, :held], ids], 1), blocks)
-    return enlarge(state, run, extra).with_run(run, table=table, pos=pos)
+    return (enlarge(state, run, extra) if extra else state).with_run(run, table=table, pos=pos)
 
 
 def enlarge(state: StoreState, run: int, pages: int) -> StoreState:
