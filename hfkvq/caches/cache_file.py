@@ -177,6 +177,9 @@ CPU = torch.device("cpu")
 THREADS = min(os.cpu_count() or 1, 8)
 """Threads that hash tensors or read files; more of them wait for each other's calls."""
 
+_SMALL = 2**24
+"""Bytes that one thread hashes sooner than many can begin."""
+
 Digests = Mapping[str, bytes]
 """sha256 of each tensor with its name, dtype and shape."""
 
@@ -283,7 +286,7 @@ def digest_of(name: str, tensor: Tensor) -> bytes:
 
 
 def _digests_of(tensors: Mapping[str, Tensor]) -> Digests:
-    if len(tensors) == 1:
+    if sum(x.nbytes for x in tensors.values()) < _SMALL:
         return {name: digest_of(name, x) for name, x in tensors.items()}
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip(tensors, pool.map(digest_of, tensors, tensors.values()), strict=True))

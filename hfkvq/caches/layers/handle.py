@@ -166,7 +166,8 @@ class LazyKV(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         handler = cls.handlers.get(func)
-        if handler is not None:
+        # Another tensor may be asked to be like a handle.
+        if handler is not None and (handler is _attend or (args and isinstance(args[0], LazyKV))):
             try:
                 result = handler(*args, **kwargs)
             except TypeError as error:
@@ -229,22 +230,17 @@ def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)
 
 
-def _getitem(handle: Any, index: Any) -> Any:
+def _getitem(handle: LazyKV, index: Any) -> Any:
     # repeat_kv: x[:, :, None, :, :]
-    if not isinstance(handle, LazyKV) or handle.form != "bhsd" or handle.repeats != 1:
+    whole, plain = slice(None), isinstance(index, tuple) and all(i is None or isinstance(i, slice) for i in index)
+    if not plain or index != (whole, whole, None, whole, whole) or handle.form != "bhsd" or handle.repeats != 1:
         return NotImplemented
-    whole = slice(None)
-    if not isinstance(index, tuple) or len(index) != 5:
-        return NotImplemented
-    if index[2] is not None or any(not isinstance(i, slice) or i != whole for i in (*index[:2], *index[3:])):
-        return NotImplemented
-    batch, heads, length, dim = handle.shape
-    return handle.like("bh1sd", (batch, heads, 1, length, dim))
+    return handle.like("bh1sd", (*handle.shape[:2], 1, *handle.shape[2:]))
 
 
-def _expand(handle: Any, *shape: Any) -> Any:
+def _expand(handle: LazyKV, *shape: Any) -> Any:
     sizes = _sizes(shape)
-    if not isinstance(handle, LazyKV) or handle.form != "bh1sd" or len(sizes) != 5:
+    if handle.form != "bh1sd" or len(sizes) != 5:
         return NotImplemented
     full = tuple(own if asked == -1 else asked for own, asked in zip(handle.shape, sizes, strict=True))
     if full[:2] + full[3:] != tuple(handle.shape[:2] + handle.shape[3:]):
@@ -252,37 +248,27 @@ def _expand(handle: Any, *shape: Any) -> Any:
     return handle.like("bhnsd", full, full[2])
 
 
-def _reshape(handle: Any, *shape: Any) -> Any:
+def _reshape(handle: LazyKV, *shape: Any) -> Any:
     sizes = _sizes(shape)
-    if not isinstance(handle, LazyKV) or handle.form != "bhnsd" or len(sizes) != 4:
+    if handle.form != "bhnsd" or sizes != (handle.shape[0], handle.shape[1] * handle.shape[2], *handle.shape[3:]):
         return NotImplemented
-    batch, heads, repeats, length, dim = handle.shape
-    return handle.like("bhsd", sizes) if sizes == (batch, heads * repeats, length, dim) else NotImplemented
+    return handle.like("bhsd", sizes)
 
 
-def _repeat(handle: Any, *sizes: Any) -> Any:
+def _repeat(handle: LazyKV, *sizes: Any) -> Any:
     """Heads as often, one after another; `repeat_kv` has them in a row."""
     sizes = _sizes(sizes)
-    if not isinstance(handle, LazyKV) or handle.form != "bhsd" or handle.repeats != 1 or len(sizes) != 4:
+    if handle.form != "bhsd" or handle.repeats != 1 or len(sizes) != 4 or (sizes[0], *sizes[2:]) != (1, 1, 1):
         return NotImplemented
     batch, heads, length, dim = handle.shape
-    if sizes[0] != 1 or tuple(sizes[2:]) != (1, 1):
-        return NotImplemented
     return handle.like("tiled", (batch, heads * sizes[1], length, dim), sizes[1])
 
 
-def _same(handle: Any, *args: Any, **kwargs: Any) -> Any:
-    return handle
-
-
-def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
+def _to(handle: LazyKV, *args: Any, **kwargs: Any) -> Any:
     layer = handle._layer
     for x in (*args, *kwargs.values()):
-        if isinstance(x, torch.dtype) and x != layer.dtype:
-            return NotImplemented
-        if isinstance(x, (str, torch.device)) and torch.device(x) != layer.device:
-            return NotImplemented
-        if isinstance(x, Tensor):
+        device = torch.device(x) if isinstance(x, (str, torch.device)) else layer.device
+        if isinstance(x, Tensor) or (isinstance(x, torch.dtype) and x != layer.dtype) or device != layer.device:
             return NotImplemented
     return handle
 
@@ -335,8 +321,8 @@ LazyKV.handlers = {
     Tensor.view: _reshape,
     Tensor.float: lambda handle: _to(handle, torch.float32),
     Tensor.repeat: _repeat,
-    Tensor.contiguous: _same,
-    Tensor.detach: _same,
+    Tensor.contiguous: lambda handle, **_: handle,
+    Tensor.detach: lambda handle: handle,
     Tensor.to: _to,
     F.scaled_dot_product_attention: _attend,
 }

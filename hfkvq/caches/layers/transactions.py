@@ -198,25 +198,18 @@ def _change(
                 own(layer)
         for _, act in beside:
             act()
-    _finish(paged)
-
-
-def _finish(layers: Sequence[Any]) -> None:
-    """Carries out what changes have left; a failure leaves every layer as it is to be."""
-
-    def write() -> None:
-        for layer in layers:
-            layer.held().write_pages()
-
+    # A failure from here on leaves every layer as it is to be.
     with contextlib.ExitStack() as stack:
-        for layer in layers:
+        for layer in paged:
             stack.callback(layer.bind)
         try:
-            write()
+            for layer in paged:
+                layer.held().write_pages()
         except BaseException:
             # Begun, so it has to end; what is written twice does no harm.
-            write()
+            for layer in paged:
+                layer.held().write_pages()
             raise
-        for layer in layers:
+        for layer in paged:
             if layer.uncommitted:
                 layer.seal_due()
