@@ -333,7 +333,7 @@ class Histories(RuleBasedStateMachine):
         try:
             with FailAt(fails):
                 subject.forward(new)
-        except Fault:
+        except (Fault, torch.OutOfMemoryError):
             pass
         else:
             return
@@ -416,7 +416,7 @@ class Histories(RuleBasedStateMachine):
         try:
             with FailAt(fails):
                 act(subject.cache)
-        except Fault:
+        except (Fault, torch.OutOfMemoryError):
             failed = True
         left = subject.bits()
         # Rows of nothing but padding look alike at any length.
