@@ -112,7 +112,9 @@ def cut_pages(cache: MixedKVCache, tensors: Mapping[str, Tensor]) -> tuple[list[
                 rest[name] = x.narrow(dim, count * step, x.shape[dim] - count * step)
                 kind = name.removeprefix(f"layer{i}."), step, x.dtype, x.shape[:dim], x.shape[dim + 1 :]
                 alike.setdefault(kind, []).append(f"layer{i}")
-        runs.append(Pieces(count, [Kind(*kind[:2], layers) for kind, layers in alike.items() if count], tensors))
+        runs.append(
+            Pieces(count, [Kind(own, step, layers) for (own, step, *_), layers in alike.items() if count], tensors)
+        )
     return runs, rest
 
 

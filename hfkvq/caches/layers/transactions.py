@@ -133,7 +133,8 @@ def rows_of(verb: str, given: Any, batch: int) -> Tensor:
     Raises:
         ValueError: anything else, no row at all, or a row that does not exist.
     """
-    repeats, selects, found = verb == "batch_repeat_interleave", verb == "batch_select_indices", given
+    repeats, selects = verb == "batch_repeat_interleave", verb == "batch_select_indices"
+    found: Any = given
     try:
         if selects and (given is ... or isinstance(given, slice)):
             found = range(batch)[slice(None) if given is ... else given]
@@ -143,7 +144,7 @@ def rows_of(verb: str, given: Any, batch: int) -> Tensor:
                 times = operator.index(given)
                 found = [times] * (batch or 1) if times > 0 else None
         if not isinstance(found, Tensor):
-            found = torch.tensor(found.tolist() if hasattr(found, "tolist") else list(found), device="cpu")
+            found = torch.as_tensor(found.tolist() if hasattr(found, "tolist") else list(found), device="cpu")
         rows = found.cpu() if repeats or selects else found
         is_mask = selects and rows.dtype in (torch.bool, torch.uint8)
         plain = is_mask or not (rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool)
