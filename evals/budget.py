@@ -481,7 +481,8 @@ def main() -> None:
         "kind": "hfkvq budget", "date": now(), "commit": commit(), "device": device_name(device),
         "versions": versions("torch", "triton", "transformers"), "model": source.name, "settings": vars(given).copy(),
     }  # fmt: skip
-    record["settings"] |= {"json": str(given.json), "data": given.data and str(given.data)}
+    paths = {name: getattr(given, name) for name in ("model", "json", "data")}
+    record["settings"] |= {name: path and Path(path).name for name, path in paths.items()}
     order: Any = given.order
 
     def keep(part: str, found: Any) -> None:

@@ -52,7 +52,7 @@ def test_every_kind_of_layer_of_a_model_is_compiled_for(config, expected, tmp_pa
     done = run("--preset", preset, "--model", str(tmp_path), "--gpu", "sm_90")
     assert done.exit_code == 0, done.output
     found = set()
-    for plan, heads, rule in given:
+    for plan, heads, rule, _ in given:
         form = plan.format
         (keys, _), name = form.runs[0], "full" if form.runs[0][0].bits == 16 else preset
         found.add((name, form.window, keys.page_size, plan.key_dim, form.latent))

@@ -52,7 +52,7 @@ MARGIN = 0.9
 AHEAD = 0.125
 """Share of its tokens by which a cache that steps down, or forgets, makes room: few changes in all."""
 
-LEAST_STEPS = 768
+LEAST_STEPS = 1024
 """Fewest captured steps that a step down makes room for, so that a change of all layers is a small share of them."""
 
 EVICTS = ("snapkv",)
@@ -689,7 +689,7 @@ class Budget:
 
     def _compile(self, cache: Any, schemes: Iterable[Scheme], keys: Tensor, later: bool) -> None:
         fused = cache.graphs is not None and cache.graphs.fuses
-        compile_rungs(cache.config, schemes, keys, cache.compressed_layers[0].record_past, fused, later)
+        compile_rungs(cache.config, schemes, keys, cache.compressed_layers[0].record_past, fused, later=later)
 
     def _warn(self, tokens: int) -> None:
         """Says that a cache begins to forget."""

@@ -93,10 +93,13 @@ def layers_of(
     schemes: Iterable[Scheme], shapes: Sequence[LayerShape], dtype: torch.dtype, several: bool = False
 ) -> list[Layer]:
     """Cases that kernels are compiled for: each scheme, as of `Scheme.in_layer`, in each kind of layer."""
-    pairs = [(scheme, shape) for scheme in dict.fromkeys(schemes) for shape in shapes]
-    plans = [(layer_plan(scheme, shape, dtype, several), shape.heads) for scheme, shape in pairs]
-    # Prompts raise channels by the rule of steps.
-    return [(plan, heads, plan.rule or None) for plan, heads in plans]
+    found = []
+    for scheme in dict.fromkeys(schemes):
+        for shape in shapes:
+            plan = layer_plan(scheme, shape, dtype, several)
+            # Prompts raise channels by the rule of steps.
+            found.append((plan, shape.heads, plan.rule or None, scheme.smooths_keys and not plan.format.latent))
+    return found
 
 
 def widths_of(config: PreTrainedConfig, shape: LayerShape, rows: int = 1) -> Widths | None:
@@ -133,13 +136,16 @@ def compile_ahead(
         logger.warning(FAILED, error)
 
 
-def compile_kernels(config: PreTrainedConfig, layers: Sequence[Any], keys: torch.Tensor, fused: bool = False) -> None:
+def compile_kernels(
+    config: PreTrainedConfig, layers: Sequence[Any], keys: torch.Tensor, fused: bool = False, slots: bool = False
+) -> None:
     """Compiles what a cache on a GPU will launch, before its first layer does; once in a process for caches alike.
 
     Args:
         layers: of the cache that hold pages, or stand-ins with their scheme, window and ``record_past``.
         keys: (B, H, t, D) of the first layer: its heads are those of this process, where several share a model.
         fused: whether steps are fused around attention.
+        slots: whether layers are an engine's; see `hfkvq.kernels.compile.compile_layers`.
     """
     try:
         shapes = shapes_of(config)
@@ -150,7 +156,7 @@ def compile_kernels(config: PreTrainedConfig, layers: Sequence[Any], keys: torch
             shape = shape._replace(heads=shape.heads // shape.kv_heads * heads, kv_heads=heads)
         kinds = tuple(dict.fromkeys((layer.scheme, shape._replace(window=layer.window)) for layer in layers))
         around = widths_of(config, shape, keys.shape[0]) if fused else None
-        _compile(kinds, keys.dtype, keys.device, layers[0].record_past, around)
+        _compile(kinds, keys.dtype, keys.device, layers[0].record_past, around, slots)
     except Exception as error:
         logger.warning(FAILED, error)
 
@@ -170,7 +176,13 @@ def expected_keys(model: Any, rows: int) -> torch.Tensor | None:
 
 
 def compile_rungs(
-    config: PreTrainedConfig, schemes: Iterable[Scheme], keys: torch.Tensor, several: bool, fused: bool, later: bool
+    config: PreTrainedConfig,
+    schemes: Iterable[Scheme],
+    keys: torch.Tensor,
+    several: bool = False,
+    fused: bool = False,
+    later: bool = False,
+    slots: bool = False,
 ) -> None:
     """Compiles what layers launch on rungs of a ladder, a rung at a time, each once in a process; nothing on a CPU.
 
@@ -184,7 +196,7 @@ def compile_rungs(
 
     def run() -> None:
         for layer in layers:
-            compile_kernels(config, [layer], like, fused)
+            compile_kernels(config, [layer], like, fused, slots)
 
     if later:
         threading.Thread(target=run, name="hfkvq-rungs", daemon=True).start()
@@ -199,6 +211,7 @@ def _compile(
     device: torch.device,
     several: bool,
     around: Widths | None,
+    slots: bool,
 ) -> None:
     layers = [each for scheme, shape in kinds for each in layers_of([scheme], [shape], dtype, several)]
-    compile_layers(layers, device, SEVERAL if several else (1,), around=around and (around, dtype))
+    compile_layers(layers, device, SEVERAL if several else (1,), around=around and (around, dtype), slots=slots)

@@ -21,9 +21,9 @@ SEVERAL = tuple(range(1, MAX_STEP + 1))
 GPUS = (80, 86, 89, 90, 100, 120)
 """Compute capabilities, times ten, that need not be there to be compiled for."""
 
-Layer = tuple[StepPlan, int, str | None]
-"""Plan and query heads of a layer, and the rule by which the channels of prompts are raised (see `kernels.seal`); None
-where its scheme gives their widths."""
+Layer = tuple[StepPlan, int, str | None, bool]
+"""Plan and query heads of a layer, the rule by which the channels of prompts are raised (see `kernels.seal`), None
+where its scheme gives their widths, and whether its keys are smoothed."""
 
 
 def compile_layers(
@@ -32,6 +32,7 @@ def compile_layers(
     steps: Sequence[int] = (1,),
     absent: int | None = None,
     around: tuple[Widths, torch.dtype] | None = None,
+    slots: bool = False,
 ) -> list[tuple[str, str]]:
     """Compiles all that layers launch for prompts and steps, side by side into Triton's cache, and waits for it.
 
@@ -43,6 +44,7 @@ def compile_layers(
         steps: tokens of the steps that come.
         absent: one of `GPUS`, in place of this process's own GPU; the process can launch nothing afterwards.
         around: sizes and dtype of a model whose steps are fused around attention.
+        slots: whether windows are slots of an engine, which a map gives to its requests.
 
     Returns:
         Name of each kernel, and the compiler's error or "".
@@ -50,8 +52,8 @@ def compile_layers(
     if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
         return []
     own: Any = importlib.import_module("hfkvq.kernels.triton.variants")
-    plain = dict.fromkeys((normal(plan), heads, rule) for plan, heads, rule in layers)
-    return own.compile_layers(list(plain), device, tuple(steps), absent, around)
+    plain = dict.fromkeys((normal(plan), *rest) for plan, *rest in layers)
+    return own.compile_layers(list(plain), device, tuple(steps), absent, around, slots)
 
 
 def compile_prompts(

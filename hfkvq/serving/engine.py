@@ -359,6 +359,7 @@ class CompressedManager(ContinuousBatchingManager):
             pages.smoothing = smoothings[0]
             if isinstance(pages, LadderPages):
                 pages.smoothings = smoothings
+                pages.compile_ladder(self.model.config)
             size = pages.num_blocks * pages.bytes_per_block / 2**20
             logger.info(
                 "%s: blocks for %d tokens in %.1f MiB, %.2f bits per element with every byte counted.",

@@ -24,6 +24,7 @@ from torch import Tensor
 from hfkvq import kernels
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.base import warn_once
+from hfkvq.caches.compile import compile_rungs
 from hfkvq.caches.layer_state.smoothing import KeySmoothing
 from hfkvq.caches.layers.memory import format_bytes
 from hfkvq.caches.schemes.base import Layout, SideLayout
@@ -221,6 +222,12 @@ class LadderPages(WindowedPages):
         self._after_cache_tensor_init(self.num_blocks * size, size, self._bytes, pool)
         pool.num_sectors = self.num_blocks
         pool.reset()
+
+    def compile_ladder(self, config: Any) -> None:
+        """Has a thread compile what a model's requests launch on the rungs to come, before they do."""
+        shape = 1, self.num_key_value_heads, 0, self.head_dim
+        like = torch.empty(shape, dtype=self.cache_dtype, device=self._bytes.device)
+        compile_rungs(config, (x for rung in self.rungs[1:] for x in rung), like, later=True, slots=True)
 
     def _stand_on(self, rung: int) -> None:
         """Lays the pool out for a rung, in views of its own; nothing is written."""

@@ -26,7 +26,7 @@ def model_on(device):
 def given(monkeypatch):
     """What is to be compiled: layers, device and tokens of steps of each call."""
     found = []
-    monkeypatch.setattr(compile, "compile_layers", lambda *given, around: found.append(given))
+    monkeypatch.setattr(compile, "compile_layers", lambda *given, **_: found.append(given))
     compile._compile.cache_clear()
     yield found
     compile._compile.cache_clear()
@@ -41,9 +41,9 @@ def test_all_presets_go_together(given):
     assert device == torch.device("cuda", 0)
     # Steps of one token come in any case.
     assert steps == [1, 5, 16]
-    assert [heads for _, heads, _ in layers] == [4, 4, 4]
+    assert [heads for _, heads, *_ in layers] == [4, 4, 4]
     assert [plan.format.runs[0][0].bits for plan, *_ in layers] == [4, 2, 16]
-    assert [rule for *_, rule in layers] == [
+    assert [rule for _, _, rule, _ in layers] == [
         get_preset(x).scheme.channel_rule for x in ("saw-int4", "kitty-pro", "full")
     ]
     assert {(plan.heads, plan.key_dim, plan.dtype) for plan, *_ in layers} == {(2, 64, "torch.bfloat16")}
@@ -92,7 +92,7 @@ def test_a_cache_compiles_for_all_kinds_of_its_layers(given):
         compile.compile_kernels(cache.config, cache.compressed_layers, torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16))
     [(layers, device, steps)] = given
     assert (device, steps) == (torch.device("cpu"), (1,))
-    kinds = {(plan.format.runs[0][0].bits, plan.format.window, plan.heads, heads) for plan, heads, _ in layers}
+    kinds = {(plan.format.runs[0][0].bits, plan.format.window, plan.heads, heads) for plan, heads, *_ in layers}
     assert kinds == {(4, 2048, 2, 4), (2, 2048, 2, 4), (2, 0, 2, 4)}
 
 

@@ -148,6 +148,34 @@ def test_all_that_an_engine_needs_for_prompts_is_compiled_ahead(told):
         assert {name for name, _ in launched} == {name for name, _ in ahead}, case
 
 
+@pytest.mark.parametrize("kind", ["cache", "engine"])
+def test_all_that_is_launched_down_a_ladder_is_compiled_ahead(kind, tmp_path):
+    """By changes and steps of a cache with a budget, and of an engine with one."""
+    pytest.importorskip("triton")
+    if kind == "engine":
+        pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
+    done = compiling("ladder_kernels", kind, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["missing"] == []
+    assert {"attend.decode_kernel", "channel.seal_channel_kernel", "smooth.smooth_kernel"} < set(found["launched"])
+
+
+@pytest.mark.parametrize("before", [5e-3, 1e-5])
+def test_threads_wait_less_for_pythons_lock_while_kernels_are_compiled(before, monkeypatch):
+    compiler, seen = pytest.importorskip("hfkvq.kernels.triton.compile"), []
+    monkeypatch.setattr(compiler, "_submit", lambda *_: seen.append(sys.getswitchinterval()) or [None])
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(before)
+    try:
+        assert compiler.compile_all([compiler.Wanted(compiling, (), {})], None) == [("compiling", "")]
+        found = sys.getswitchinterval()
+    finally:
+        sys.setswitchinterval(usual)
+    assert seen == pytest.approx([min(before, compiler.TURN)])
+    assert found == pytest.approx(before)
+
+
 def test_names_of_kernels_do_not_depend_on_what_came_before(told):
     """Kernels that one process has compiled are found by another by name."""
     first, second = told["names"], told["names_backward"]
@@ -173,13 +201,13 @@ def test_variants_are_compiled_once_and_found_again(told):
 
 def test_nothing_is_compiled_on_a_cpu():
     plan = layer_plan(get_scheme("full"), LayerShape(32, 8, 128), torch.bfloat16)
-    assert compile_layers([(plan, 32, None)], torch.device("cpu")) == []
+    assert compile_layers([(plan, 32, None, False)], torch.device("cpu")) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process")
 def test_interpreted_kernels_are_not_compiled():
     plan = layer_plan(get_scheme("full"), LayerShape(32, 8, 128), torch.bfloat16)
-    assert compile_layers([(plan, 32, None)], torch.device("cuda", 0)) == []
+    assert compile_layers([(plan, 32, None, False)], torch.device("cuda", 0)) == []
 
 
 @pytest.mark.gpu
@@ -188,7 +216,7 @@ def test_a_cache_finds_what_was_compiled_for_it(monkeypatch):
     triton = pytest.importorskip("triton")
     scheme = get_scheme("kitty-pro")
     plan = layer_plan(scheme, LayerShape(8, 2, 128), torch.bfloat16)
-    done = compile_layers([(plan, 8, scheme.channel_rule)], torch.device("cuda", 0))
+    done = compile_layers([(plan, 8, scheme.channel_rule, False)], torch.device("cuda", 0))
     assert not any(error for _, error in done)
     missed = []
 

@@ -34,7 +34,7 @@ device = torch.device("cuda", 0)
 
 def texts(name, dim):
     schemes = [get_preset(name).scheme.in_layer(0, 4)] * 4
-    (plan, heads, rule), *_ = layers_of(schemes, [LayerShape(32, 8, dim)], torch.bfloat16)
+    (plan, heads, rule, _), *_ = layers_of(schemes, [LayerShape(32, 8, dim)], torch.bfloat16)
     for each in wanted(normal(plan), heads, rule, (1,), device):
         if each.kernel.__name__ == "decode_kernel":
             yield compile_one(each).asm["ttgir"]

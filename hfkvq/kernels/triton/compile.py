@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import gc
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,9 @@ from ._lib import Gpu, stand_in
 
 MOST = 16
 """Kernels that are compiled at a time."""
+
+TURN = 5e-4
+"""Seconds after which a thread hands on Python's lock, while kernels are compiled."""
 
 SLOWEST = ("decode_kernel", "latent_kernel", "seal_channel_kernel", "page_norms_kernel", "seal_token_kernel")
 """Kernels that take longest to compile, the longest first."""
@@ -214,7 +218,13 @@ def compile_all(every: Sequence[Wanted], device: torch.device | None) -> list[Co
     # Threads begin with the first GPU.
     setup: Any = {} if device is None else {"initializer": torch.cuda.set_device, "initargs": (device,)}
     finish = _make_launcher if device is None else _load
-    with _ONE, here, _no_collection(), ThreadPoolExecutor(min(MOST, _cores(), len(every)), **setup) as pool:
+    with (
+        _ONE,
+        here,
+        _no_collection(),
+        _short_turns(),
+        ThreadPoolExecutor(min(MOST, _cores(), len(every)), **setup) as pool,
+    ):
         try:
             # In a context of its own: where Triton is interrupted, the mode stays on in it.
             found = contextvars.copy_context().run(_submit, every, _InTurn(pool, finish))
@@ -261,6 +271,20 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """Has threads hand Python's lock on sooner than after 5 ms.
+
+    Making IR would hold it so long each time that another thread waits for it, and that one may be a step's.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, TURN))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _load(compiled: Any) -> None:

@@ -29,8 +29,12 @@ def decode_wanted(
     dtype: torch.dtype,
     device: torch.device,
     queries: int = 1,
+    mapped: bool = False,
 ) -> Iterator[Wanted]:
-    """The variants for steps of so many tokens without mask and sinks, in any number of rows of any length."""
+    """The variants for steps of so many tokens without mask and sinks, in any number of rows of any length.
+
+    ``mapped``: whether a map says which row's windows are whose.
+    """
     store = form.spec
     if not is_served(store, head_dim, value_dim, dtype):
         return
@@ -42,7 +46,7 @@ def decode_wanted(
     windows = (heads, value_dim, BLOCK, BLOCK, dtype)
     # Short rows may have steps of their own.
     plans = [
-        plan_of(store, query, windows, (pages,) * len(form.runs), scoring, device, rotate, False, edition())
+        plan_of(store, query, windows, (pages,) * len(form.runs), scoring, device, rotate, False, edition(), mapped)
         for pages in (LONG, 1)
     ]
     plan = plans[0]
@@ -53,6 +57,7 @@ def decode_wanted(
             found = [kind or dtype for _, kind in fmt.shapes(side, heads, dim).values()]
             # Bytes stand in for fp8, a type that some GPUs lack.
             kinds += [torch.int16 if kind == torch.float8_e4m3fn else kind for kind in found]
+    kinds += [torch.int32] * mapped
     sums = [torch.float32] * 3
     seen: list[Mapping[str, Any]] = []
     for launch in [launch for plan in plans for launch in plan.launches]:

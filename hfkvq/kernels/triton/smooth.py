@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -12,11 +13,15 @@ from torch import Tensor
 
 from ..dispatch import reference
 from ._lib import DOT_DTYPES, cdiv, power
+from .compile import Wanted
 from .hadamard import saturated
 from .launch import Launch
 
 TILE = 2048
 """Elements that a program takes."""
+
+FEW = 4096
+"""Rows of queries or keys, up to which a program takes four at the most."""
 
 _STRIDES = ["s_qb", "s_qh", "s_qt", "s_kb", "s_kh", "s_kt"]
 
@@ -82,7 +87,7 @@ def smooth_launch(
     dim, query_rows, key_rows = keys[3], math.prod(queries[:3]), math.prod(keys[:3])
     block = max(1, TILE // power(dim))
     # One token's few rows are spread over more programs.
-    block = min(block, 4) if max(query_rows, key_rows) <= 4096 else block
+    block = min(block, 4) if max(query_rows, key_rows) <= FEW else block
     programs = cdiv(query_rows, block)
     grid = (programs + cdiv(key_rows, block),)
     numbers = dict(zip(_STRIDES, (*query_stride[:3], *key_stride[:3]), strict=True))
@@ -90,3 +95,13 @@ def smooth_launch(
     numbers |= {"H": keys[1], "TK": max(keys[2], 1), "KROWS": key_rows}
     constants = {"D": dim, "BR": block, "BD": power(dim), "num_warps": 4}
     return Launch(smooth_kernel, grid, numbers, constants, device) if grid[0] else None
+
+
+def smooth_wanted(query_heads: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[Wanted]:
+    """The variants for few rows and for many."""
+    for rows in (1, FEW + 1):
+        shapes = [(rows, own, 1, dim) for own in (query_heads, heads)]
+        strides = [(own * dim, dim, dim, 1) for own in (query_heads, heads)]
+        launch = smooth_launch(shapes[0], strides[0], shapes[1], strides[1], dtype, device)
+        assert launch is not None, "there are rows"
+        yield launch.wanted([dtype, dtype, torch.float32, dtype, dtype])

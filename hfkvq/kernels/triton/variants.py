@@ -25,6 +25,7 @@ from .place import place_wanted
 from .query_sums import page_weights_wanted
 from .restore import restore_wanted
 from .seal import seal_wanted
+from .smooth import smooth_wanted
 from .step import advance_launch, observe_launch
 from .tiles import INTERPRETED
 
@@ -39,13 +40,18 @@ def compile_layers(
     steps: Sequence[int],
     absent: int | None,
     around: tuple[Widths, torch.dtype] | None,
+    slots: bool,
 ) -> list[Compiled]:
     """See `hfkvq.kernels.compile.compile_layers`."""
     if INTERPRETED.value:
         return []
     if absent is not None:
         leave_gpu_alone(GPUS[absent])
-    every = [each for layer in layers for each in wanted(*layer, steps, device)]
+    every = [
+        each
+        for plan, heads, rule, smooths in layers
+        for each in wanted(plan, heads, rule, steps, device, smooths, slots)
+    ]
     every += fused_wanted(*around, device) if around else ()
     return compile_all(every, device if absent is None else None)
 
@@ -85,8 +91,9 @@ def prompts_wanted(
 
 
 def wanted(
-    plan: StepPlan, query_heads: int, rule: str | None, steps: Sequence[int], device: torch.device
-) -> list[Wanted]:
+    plan: StepPlan, query_heads: int, rule: str | None, steps: Sequence[int], device: torch.device,
+    smooths: bool = False, slots: bool = False,
+) -> list[Wanted]:  # fmt: skip
     """All that prompts launch for a layer, and steps of so many tokens; see `hfkvq.kernels.compile`."""
     dtype = DTYPES.get(plan.dtype)
     if dtype is None:
@@ -98,9 +105,12 @@ def wanted(
         if plan.format.latent:
             found += latent_wanted(plan.format, own, plan.key_dim, plan.value_dim, dtype, device, queries)
         else:
-            found += decode_wanted(plan.format, plan.heads, own, plan.key_dim, plan.value_dim, dtype, device, queries)
+            dims = plan.heads, own, plan.key_dim, plan.value_dim
+            found += decode_wanted(plan.format, *dims, dtype, device, queries, slots)
     found += _seals(plan, dtype, device, rule)
-    found += _rest(plan, own, steps, dtype, device)
+    found += _rest(plan, own, steps, dtype, device, slots)
+    if smooths:
+        found += smooth_wanted(query_heads, plan.heads * plan.fold, plan.key_dim, dtype, device)
     return found
 
 
@@ -124,7 +134,7 @@ def _seals(plan: StepPlan, dtype: torch.dtype, device: torch.device, rule: str |
 
 
 def _rest(
-    plan: StepPlan, query_heads: int, steps: Sequence[int], dtype: torch.dtype, device: torch.device
+    plan: StepPlan, query_heads: int, steps: Sequence[int], dtype: torch.dtype, device: torch.device, slots: bool
 ) -> Iterator[Wanted]:
     form, runs = plan.format, len(plan.format.runs)
     positions = None if form.ordered else 1
@@ -133,14 +143,18 @@ def _rest(
     rotate = form.rotate_keys, form.rotate_values
     for tokens in steps:
         new = _new_tokens(plan, tokens, dtype, device)
+        if slots:
+            yield append_launch(new, *rotate, mapped=True).wanted([dtype] * 6 + [I32] * 2)
+            continue
         sealing = Sealing(plan.local, plan.unit, (plan.due(0, tokens), plan.due(1, tokens)))
         advance = advance_launch(new, runs, plan.capacity, 1, positions, sealing, *rotate)
         yield advance.wanted([dtype] * 6 + [I32] * (6 if form.ordered else 7))
     if plan.sums_queries:
         shape, stride = (plan.rows, query_heads, 1, plan.key_dim), _step_stride(query_heads, plan.key_dim)
-        anew = plan.query != "total"
-        observe = observe_launch(shape, stride, dtype, device, plan.heads, anew, True)
-        yield observe.wanted([dtype, torch.float64, I32, *[I32] * anew, torch.float32])
+        # A slot's sums begin anew with its next request.
+        anew = plan.query != "total" or slots
+        observe = observe_launch(shape, stride, dtype, device, plan.heads, anew, True, int(slots))
+        yield observe.wanted([dtype, torch.float64, I32, *[I32] * anew, torch.float32, *[I32] * slots])
         # Steps that go one operation after the other.
         plain = observe_launch(shape, stride, dtype, device, plan.heads, False, False)
         yield plain.wanted([dtype, torch.float64, I32])
