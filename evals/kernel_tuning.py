@@ -36,13 +36,6 @@ GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
         "loose": (16, 32),
         "max_registers": (168, 128, 0),
     },
-    "digits-4": {
-        "programs_per_sm": (6, 8, 12),
-        "stages": (3, 5, 7),
-        "max_registers": (0, 168),
-        "step": (0, 128),
-        "loose": (16, 32),
-    },
     "latent": {
         "programs_per_sm": (2, 1),
         "stages": (3, 7, 5),

@@ -102,7 +102,7 @@ def work(number: int, presets: Sequence[str]) -> tuple[list[Row], Row]:
             row["fits"] = row["programs"] > 0
             if name == "decode_kernel":
                 shape = each.constants["SHAPE"]
-                row["planned"] = programs_planned(form, DIM, DIM, shape.BM, device, shape.FORMATS[0].digits)
+                row["planned"] = programs_planned(form, DIM, DIM, shape.BM, device)
             seen[compiled.hash] = row
             rows.append(row)
     return rows, limits._asdict()

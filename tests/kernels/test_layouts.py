@@ -23,9 +23,7 @@ from hfkvq.caches.compile import LayerShape, layers_of
 from hfkvq.caches.schemes.base import get_scheme
 from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.kernels.compile import normal
-from hfkvq.kernels.pages import StoreFormat
 from hfkvq.kernels.triton.compile import GPUS, compile_one, leave_gpu_alone
-from hfkvq.kernels.triton.decode import decode_wanted
 from hfkvq.kernels.triton.seal.launch import seal_wanted
 from hfkvq.kernels.triton.variants import wanted
 
@@ -49,18 +47,6 @@ def printed(program, *arguments, folder):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
-
-
-def test_weights_stand_where_digits_want_them(tmp_path):
-    """Lane (g, t) of sixteen tokens has numbers 2 g and 2 g + 1 of query t, one behind the other in its registers."""
-    program = "form = StoreFormat.parse(sys.argv[1])\n"
-    program += "each = next(decode_wanted(form, 8, 32, 128, 128, torch.bfloat16, device))\n"
-    program += "print(each.kernel.warmup(*each.arguments, grid=(1,), **each.constants).asm['ttgir'])"
-    said = printed(program, "s0;k128;v0;4t128p128/4t128p128", folder=tmp_path)
-    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.linear.*)$", said, re.MULTILINE))
-    (found,) = re.findall(r"movmatrix[^\n]*-> tensor<\d+x4xi16, (#\w+)>", said)
-    assert "register = [[1, 0], [16, 0]" in layouts[found]
-    assert "lane = [[0, 1], [0, 2], [2, 0], [4, 0], [8, 0]]" in layouts[found]
 
 
 @pytest.mark.parametrize("name", ["best-2.5", "trellis-2.5", "best-2.0", "best-1.5"])

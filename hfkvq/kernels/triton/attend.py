@@ -10,14 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attend_digits import attend_digits, twice
 from .attend_loose import attend_loose
 from .attend_pages import attend_pages
 from .attend_rows import first_token, last_past, last_visible, loop_tokens, mask_start, query_rows, row_counters
 from .fields import fields_of, query_fields, words_of
-from .pair_format import EARLY, FINE, SPARSE, TURNED
+from .pair_format import EARLY, FINE, TURNED
 
-BY_STEPS, IS_EARLY, IS_TURNED, IF_FEW = (tl.constexpr(bit) for bit in (FINE, EARLY, TURNED, SPARSE))
+BY_STEPS, IS_EARLY, IS_TURNED = (tl.constexpr(bit) for bit in (FINE, EARLY, TURNED))
 
 
 @triton.jit
@@ -48,8 +47,7 @@ def ask_ahead(p, BYTES: tl.constexpr):
 def split_steps(n_k, n_v, i_length, n_q, i_split, SPLITS, MODE, FORM: tl.constexpr, SHAPE: tl.constexpr):
     """Tokens that the loop takes in all, and the first and the end of a split's steps.
 
-    Each of SPLITS programs takes the steps of whole pages or, in the mode `FINE` and in short rows of the mode
-    `SPARSE`, any number of steps.
+    Each of SPLITS programs takes the steps of whole pages or, in the mode `FINE`, any number of steps.
     """
     BT: tl.constexpr = FORM.step
     G: tl.constexpr = SHAPE.G
@@ -57,7 +55,7 @@ def split_steps(n_k, n_v, i_length, n_q, i_split, SPLITS, MODE, FORM: tl.constex
     i_base = first_token(i_length, n_q, n_tokens, SHAPE.S, G, SHAPE.WINDOW)
     n_rest = n_tokens - i_base
     n_steps = (n_rest + BT - 1) // BT
-    m_steps = (MODE & BY_STEPS != 0) | ((MODE & IF_FEW != 0) & (n_steps <= SPLITS))
+    m_steps = MODE & BY_STEPS != 0
     n_units = tl.where(m_steps, n_steps, (n_rest + G - 1) // G)
     n_share = (n_units + SPLITS - 1) // SPLITS * tl.where(m_steps, 1, G // BT)
     i_first = i_base // BT + i_split * n_share
@@ -93,7 +91,7 @@ def ask_for_page(run, i_head, FORM: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def attend_split(
-    run, counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, B, n_table, MODE, mask,
+    run, counters, outs, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, B, n_table, MODE, mask,
     factors, n_q, FORM: tl.constexpr, RUN: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Split ``i_split`` of SPLITS of a row's pages."""
@@ -108,11 +106,8 @@ def attend_split(
     i_entry = i_split
     if ASKS:
         # Where every split has a page or a step, and that is where time is short, it is known which.
-        m_steps = MODE & (BY_STEPS | IF_FEW) != 0
-        i_guess = tl.minimum(tl.where(m_steps, i_split * FORM.step // SHAPE.G, i_split), n_table - 1)
+        i_guess = tl.minimum(tl.where(MODE & BY_STEPS != 0, i_split * FORM.step // SHAPE.G, i_split), n_table - 1)
         i_entry = table_entry(run, i_b, i_guess, n_table)
-    if FORM.digits:
-        p_rows, m_w = twice(p_q, 16, SHAPE.SHARE)
     b_qs = query_fields(
         p_rows, m_w, D, fields_of(D, K_BITS), words_of(D, K_BITS), FORM.key_words, K_BITS, SHAPE.BM, SHAPE.ROTATE
     )  # fmt: skip
@@ -134,15 +129,10 @@ def attend_split(
         o_last = last_visible(i_length, o_m, m_m, n_q, SHAPE.MASK)
         o_past = last_past(i_length, o_m, n_q, o_last, SHAPE.WINDOW)
         i_start = mask_start(i_start, i_length, mask, SHAPE.MASK, SHAPE.WINDOW)
-        if FORM.digits:
-            attend_digits(
-                run, outs, b_qs, i_row, i_b, i_h, i_first, i_end, n_tokens, n_table, factors.scaling, FORM, SHAPE
-            )
-        else:
-            attend_pages(
-                run, outs, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table, i_start, o_last,
-                o_past, mask, factors, FORM, SHAPE,
-            )  # fmt: skip
+        attend_pages(
+            run, outs, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table, i_start, o_last,
+            o_past, mask, factors, FORM, SHAPE,
+        )  # fmt: skip
 
 
 @triton.jit(
@@ -185,19 +175,16 @@ def decode_kernel(
     outs = (out, out_top, out_sum)
     s_m = (s_mb, s_mh, s_mq)
     o_m, m_m, p_head, masks, p_rows, m_w = query_rows(q, mask, strides, s_m, L, i_b, i_h, i_m, n_q, SHAPE)
-
-    # A KV head's queries, one token's.
-    p_q = (q + i_b * strides[0] + i_h * SHAPE.SHARE * strides[1], strides[1])
     n_loose = tl.num_programs(1) - REST0 - REST1
     if i_s < PAGES0:
         attend_split(
-            runs[0], row.counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, B, TABLE0,
+            runs[0], row.counters, outs, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, B, TABLE0,
             MODE, masks, factors, n_q, FORM0, AT, SHAPE,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1:
         if COUNT > 1:
             attend_split(
-                runs[1], row.counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0, PAGES1,
+                runs[1], row.counters, outs, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0, PAGES1,
                 B, TABLE1, MODE, masks, factors, n_q, FORM1, AT + 1, SHAPE,
             )  # fmt: skip
     elif i_s < n_loose:

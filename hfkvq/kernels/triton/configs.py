@@ -25,8 +25,6 @@ DEFAULTS: Mapping[str, Knobs] = {
     # of a turn of the page loop, 0 for what suits the format. loose: tokens of a block of what no page holds, which are
     # in shared memory in 16 bits: 32, or 16 where there is little of it.
     "decode": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
-    # Integer products of 4-bit codes.
-    "digits-4": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
     # Programs over latents have so many warps; programs_per_sm counts those of eight. stages: half as many steps are in
     # flight, since words wait for the number of their page; with 4 none is.
     "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8},
@@ -50,7 +48,6 @@ of what an H200 does, and others with 100 KB a third or less. Those of latents o
 # Programs run one after the other in the interpreter.
 _INTERPRETER: Mapping[str, Knobs] = {
     "decode": {"programs_per_sm": 4, "stages": 1},
-    "digits-4": {"programs_per_sm": 4, "stages": 1},
     "latent": {"programs_per_sm": 4, "stages": 1},
 }
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from ..pages import StoreFormat
 from .compile import Wanted
 from .configs import edition
 from .decode_formats import BLOCK, is_served
-from .decode_plan import LONG, Plan, Queries, Scoring, plan_of, rotates, table_places
+from .decode_plan import Plan, Queries, Scoring, plan_of, rotates, table_places
 from .dequantized import dequantized_decode
 from .merge import SPLITS, mask_words, merge_launch, sinks_kind
 
@@ -44,12 +43,9 @@ def decode_wanted(
     stride = (queries * query_heads * head_dim, head_dim, query_heads * head_dim, 1)
     query, scoring = Queries(shape, stride, own, dtype), Scoring(None, None, head_dim**-0.5, 0.0)
     windows = (heads, value_dim, BLOCK, BLOCK, dtype)
-    # Short rows may have steps of their own.
-    plans = [
-        plan_of(store, query, windows, (pages,) * len(form.runs), scoring, device, rotate, False, edition(), mapped)
-        for pages in (LONG, 1)
-    ]
-    plan = plans[0]
+    # Rows of any length: variants do not depend on their pages.
+    blocks = (1,) * len(form.runs)
+    plan = plan_of(store, query, windows, blocks, scoring, device, rotate, False, edition(), mapped)
     kinds = [own, torch.int32, *[dtype] * 4]
     for keys, values in form.runs:
         kinds += [torch.int32] * (1 if form.ordered else 2)
@@ -59,11 +55,8 @@ def decode_wanted(
             kinds += [torch.int16 if kind == torch.float8_e4m3fn else kind for kind in found]
     kinds += [torch.int32] * mapped
     sums = [torch.float32] * 3
-    seen: list[Mapping[str, Any]] = []
-    for launch in [launch for plan in plans for launch in plan.launches]:
-        if launch.constants not in seen:
-            seen.append(launch.constants)
-            yield launch.wanted([*kinds, *sums])
+    for launch in plan.launches:
+        yield launch.wanted([*kinds, *sums])
     rows, dependent = query_heads // heads * queries, plan.merge.constants["PDL"]
     for splits in SPLITS:
         part = (heads, splits, rows, value_dim)

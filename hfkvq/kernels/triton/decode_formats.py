@@ -65,21 +65,6 @@ def takes_open(keys: PageFormat, values: PageFormat) -> bool:
     return not keys.whole and not values.whole and max(keys.bits, values.bits) < 8
 
 
-def takes_digits(keys: PageFormat, values: PageFormat, head_dim: int, value_dim: int) -> bool:
-    """True where the page loop makes integer products of these formats, if queries are few enough.
-
-    These were measured to be faster: 4-bit keys and values by token, with a scale each.
-    """
-    for fmt, dim in ((keys, head_dim), (values, value_dim)):
-        words = fmt.words(dim)
-        # Fields fill tiles of bytes.
-        if words != power(words) or words < 16 or words * 16 != dim * fmt.bits:
-            return False
-        if fmt.bits != 4 or fmt.axis == "channel" or fmt.normed or fmt.group_size != dim:
-            return False
-    return True
-
-
 def most_behind(form: StoreFormat, key_tail: int, value_tail: int, queries: int) -> int:
     """Most tokens that a row has behind the sink and what the page loop takes, from the first block on.
 
@@ -166,7 +151,6 @@ def pair_format(
     room: int,
     step: int = 0,
     rotated: bool = False,
-    digits: bool = False,
 ) -> tuple[PairFormat, int]:
     """A run's pair of formats as `decode_kernel` takes it, and the shared memory that its loop needs of ``room``."""
     channel = keys.axis == "channel" and keys.bits < 8
@@ -220,6 +204,5 @@ def pair_format(
         value_norm=values.normed,
         open=open_pages,
         rests=not keys.whole and not open_pages,
-        digits=digits,
     )
     return constants, buffers * size + SMALL

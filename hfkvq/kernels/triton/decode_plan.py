@@ -16,10 +16,10 @@ from ..pages import PageFormat, StoreFormat
 from ._lib import capability, cdiv, multiprocessors, power, shared_memory
 from .attend import decode_kernel
 from .configs import Knobs, key_of, lookup
-from .decode_formats import DTYPES, loose_room, most_behind, pair_format, split_counts, takes_digits
+from .decode_formats import DTYPES, loose_room, most_behind, pair_format, split_counts
 from .launch import Launch, Nest
-from .merge import SPLITS, merge_launch
-from .pair_format import EARLY, FINE, SPARSE, TURNED, DecodeShape, Factors, PairFormat, Row, Run
+from .merge import merge_launch
+from .pair_format import EARLY, FINE, TURNED, DecodeShape, Factors, PairFormat, Row, Run
 
 
 class Plan(NamedTuple):
@@ -56,9 +56,6 @@ class Scoring(NamedTuple):
     softcap: float
 
 
-LONG = 4096
-"""Pages of a row that is not short on any GPU."""
-
 Windows = tuple[int, int, int, int, torch.dtype]
 """KV heads, value dim, slots of the tail of keys and of values, dtype of what is not quantized."""
 
@@ -69,25 +66,21 @@ def _tiles(
     value_dim: int,
     columns: int,
     device: torch.device,
-    digits: bool,
 ) -> tuple[list[Knobs], list[tuple[PairFormat, int]], int]:
     """Launch parameters and formats of the runs, with the shared memory of each, and that of a program."""
-    kernel = "digits-4" if digits else "decode"
-    knobs = [lookup(device, kernel, key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
+    knobs = [lookup(device, "decode", key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
     room = shared_memory(device) // knobs[0]["programs_per_sm"]
     dims, rotated = (head_dim, value_dim), form.rotate_keys > 0
     formats = [
-        pair_format(*own, *dims, knob["stages"], room, knob["step"], rotated, digits)
+        pair_format(*own, *dims, knob["stages"], room, knob["step"], rotated)
         for own, knob in zip(form.runs, knobs, strict=True)
     ]
     return knobs, formats, room
 
 
-def programs_planned(
-    form: StoreFormat, head_dim: int, value_dim: int, columns: int, device: torch.device, digits: bool = False
-) -> int:
+def programs_planned(form: StoreFormat, head_dim: int, value_dim: int, columns: int, device: torch.device) -> int:
     """Programs of a multiprocessor that splits are made for: at least one."""
-    knobs, formats, _ = _tiles(form, head_dim, value_dim, columns, device, digits)
+    knobs, formats, _ = _tiles(form, head_dim, value_dim, columns, device)
     memory, loose = shared_memory(device), loose_room(knobs[0]["loose"], head_dim, value_dim)
     return max(1, min(knobs[0]["programs_per_sm"], *(memory // max(size, loose) for _, size in formats)))
 
@@ -126,19 +119,8 @@ def plan_of(
     kind, softcap = scoring.mask or MaskKind(), scoring.softcap
 
     sms = multiprocessors(device)
-    # Each query takes two of eight columns then.
-    plain = scoring.mask is None and not softcap and not form.window
-    # Measured on 9.0 alone; the interpreter stands for it.
-    plain = plain and capability(device)[0] in (0, 9)
-    digits = (
-        plain
-        and queries == 1
-        and rows <= 4
-        and len(form.runs) == 1
-        and takes_digits(*form.runs[0], head_dim, value_dim)
-    )
-    knobs, formats, room = _tiles(form, head_dim, value_dim, columns, device, digits)
-    planned = programs_planned(form, head_dim, value_dim, columns, device, digits)
+    knobs, formats, room = _tiles(form, head_dim, value_dim, columns, device)
+    planned = programs_planned(form, head_dim, value_dim, columns, device)
     resident = sms * planned
     rows_of_programs = batch * heads * tiles
     block = knobs[0]["loose"]
@@ -146,12 +128,10 @@ def plan_of(
     rests = [page // block if constants.rests and not form.ordered else 0 for constants, _ in formats]
     blocks_seen = tuple(form.pages_seen(count, queries) for count in blocks)
     paged = split_counts(blocks_seen, rows_of_programs, resident, loose + sum(rests))
-    # Where pages are few and many bytes, or so few that they are merged at once, steps of one run side by side.
+    # Where pages are few and many bytes, steps of one run side by side.
     steps = [pages * (page // constants.step) for pages, (constants, _) in zip(blocks_seen, formats, strict=True)]
     wide = all(min(keys.bits, values.bits) >= 8 for keys, values in form.runs)
-    # One small round merges steps of integer products.
-    small = digits and steps[0] + loose <= SPLITS[0]
-    fine = (wide or small) and 2 * sum(steps) * rows_of_programs <= resident
+    fine = wide and 2 * sum(steps) * rows_of_programs <= resident
     if fine:
         paged = steps
     pairs = [range(at, min(at + 2, len(blocks))) for at in range(0, len(blocks), 2)]
@@ -165,8 +145,7 @@ def plan_of(
         pages = [paged[i] for i in own]
         programs = sum(pages) + (loose if own[0] == 0 else 0) + sum(rests[i] for i in own)
         registers = knobs[own[0]]["max_registers"]
-        # Tables may be far wider than what a row holds.
-        mode = FINE if fine else SPARSE * digits
+        mode = FINE if fine else 0
         # Only the first launch comes behind `advance`.
         mode |= EARLY * (early and dependent and first == 0)
         # Long programs first, so that short ones fill what they leave; but where all fit side by side, windows first:

@@ -29,7 +29,6 @@ class PairFormat(NamedTuple):
         part: tokens of a step that have a maximum of their own.
         open: whether the page loop takes pages that are not full.
         rests: whether blocks of loose tokens take those, where tokens have positions.
-        digits: whether the page loop makes integer products.
     """
 
     key_bits: int
@@ -54,7 +53,6 @@ class PairFormat(NamedTuple):
     value_norm: bool
     open: bool
     rests: bool
-    digits: bool
 
 
 class Run(NamedTuple):
@@ -142,6 +140,6 @@ class DecodeShape(NamedTuple):
     WINDOW: int
 
 
-FINE, EARLY, TURNED, SPARSE = 1, 2, 4, 8
+FINE, EARLY, TURNED = 1, 2, 4
 """Bits of a launch's MODE: splits are of steps, not of whole pages; queries were there before the launch before this
-one; windows come before pages; splits are of steps in rows that have no more steps than there are splits."""
+one; windows come before pages."""
