@@ -117,6 +117,8 @@ def _decode_attention(
 ) -> Tensor:
     form = StoreFormat.parse(store)
     views = split_runs(form, runs)
+    if form.latent:
+        return _latent_attention(q, counters, windows, views, scaling, (mask, sinks, softcap), form)
     windows = windows if rows is None else [window[rows.long()] for window in windows]
     sink_k, sink_v, tail_k, tail_v = windows
     batch, query_heads, queries, head_dim = q.shape
@@ -231,31 +233,25 @@ def visible_probs(
 triton_slot("decode_attention", "decode:decode_attention_triton")
 
 
-@define("latent_attention")
 def _latent_attention(
     q: Tensor,
     counters: Tensor,
     windows: Sequence[Tensor],
-    runs: Sequence[Tensor],
-    mask: Tensor | None,
-    sinks: Tensor | None,
+    views: Sequence[RunView],
     scaling: float,
-    softcap: float,
-    store: str,
+    scoring: tuple[Tensor | None, Tensor | None, float],
+    form: StoreFormat,
 ) -> Tensor:
-    form, dim = StoreFormat.parse(store), windows[0].shape[-1]
-    views, (batch, heads, queries, _) = split_runs(form, runs), q.shape
+    """The reference for latents; ``scoring``: mask, sinks and softcap."""
+    dim, (batch, heads, queries, _) = windows[0].shape[-1], q.shape
     where = column_positions(form, counters, views, windows[2].shape[2], "keys")
     latents, rotary = (dense_columns(form, windows, views, side) for side in ("keys", "values"))
     own = hadamard(q[..., :dim].float(), form.rotate_keys).reshape(batch, 1, heads * queries, dim)
     turned = hadamard(q[..., dim:].float(), form.rotate_values).reshape(batch, 1, heads * queries, -1)
     logits = (own @ latents.transpose(-1, -2) + turned @ rotary.transpose(-1, -2)).mul(scaling)
-    probs = visible_probs(logits.view(batch, 1, heads, queries, -1), where, counters, mask, sinks, softcap)
+    probs = visible_probs(logits.view(batch, 1, heads, queries, -1), where, counters, *scoring)
     out = probs @ latents.masked_fill((where == ABSENT)[:, None, :, None], 0.0)
     return hadamard(out, form.rotate_keys).view(batch, heads, queries, dim).to(q.dtype)
-
-
-triton_slot("latent_attention", "latent:latent_attention_triton")
 
 
 def decode_attention(
@@ -314,9 +310,6 @@ def decode_attention(
         (B, Hq, Q, Dv) in the dtype of q; 0 for queries that see nothing. Means of latents, which the values' matrix is
         still to meet, are (B, Hq, Q, D).
     """
-    if store.latent:
-        given = list(windows), list(runs), mask, sinks, scaling, softcap, store.spec
-        return call(_latent_attention, q, q, counters, *given)
     rest = list(windows), list(runs), mask, sinks, scaling, softcap, store.spec, early, rows
     found = call(_decode_attention, q, q, counters, *rest, keep=keep, out=out)
     return found if out is None or found is out else out.copy_(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from ..pages import StoreFormat
 from .compile import Wanted
 from .configs import edition
 from .decode_formats import BLOCK, is_served
-from .decode_plan import Plan, Queries, Scoring, plan_of, rotates, table_places
+from .decode_plan import Queries, Scoring, plan_of, rotates, table_places
 from .dequantized import dequantized_decode
+from .latent import latent_attention
 from .merge import SPLITS, mask_words, merge_launch, sinks_kind
 
 
@@ -83,6 +84,8 @@ def decode_attention_triton(
     head_dim, given = q.shape[-1], q
     sink_k, sink_v, tail_k, tail_v = windows
     value_dim = sink_v.shape[-1]
+    if StoreFormat.parse(store).latent:
+        return latent_attention(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
     if not is_served(store, head_dim, value_dim, q.dtype):
         return dequantized_decode(q, counters, windows, runs, mask, sinks, scaling, softcap, store, rows)
     rotate = rotates(store, head_dim)
@@ -108,35 +111,8 @@ def decode_attention_triton(
             if made != edition():
                 rest = mask, sinks, scaling, softcap, store, early
                 return decode_attention_triton(q, counters, windows, runs, *rest)
-            return _merged(plan, bound, q, [], [] if mask is None else [mask_words(mask)], sinks, q.dtype)
+            return plan.run(bound, q, [], [] if mask is None else [mask_words(mask)], sinks, q.dtype)
 
         keep(again)
     last = [*([] if mask is None else [mask_words(mask)]), *last]
-    return _merged(plan, plan.launches, q, held, last, sinks, given.dtype, out)
-
-
-def _merged(
-    plan: Plan,
-    launches: Sequence[Callable[..., None]],
-    q: Tensor,
-    held: Sequence[Tensor],
-    last: Sequence[Tensor],
-    sinks: Tensor | None,
-    dtype: torch.dtype,
-    given: Tensor | None = None,
-) -> Tensor:
-    """Launches of queries, what is held, and what comes last before the sums of splits, and their merge.
-
-    The result is ``given`` where that can be written.
-    """
-    sums = torch.empty(sum(plan.sums), dtype=torch.float32, device=q.device)
-    part, top, total = sums.split_with_sizes(plan.sums)
-    direct = given is not None and given.dtype == plan.dtype and given.is_contiguous()
-    out = given if direct else torch.empty(plan.out, dtype=plan.dtype, device=q.device)
-    for launch in launches:
-        launch(q, *held, *last, part, top, total)
-    if sinks is None:
-        plan.merge(part, top, total, out)
-    else:
-        plan.merge(part, top, total, sinks.contiguous(), out)
-    return out if out.dtype == dtype else out.to(dtype)
+    return plan.run(plan.launches, q, held, last, sinks, given.dtype, out)

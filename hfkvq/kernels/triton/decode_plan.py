@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -26,16 +27,47 @@ class Plan(NamedTuple):
     """Numbers that launches need beside addresses.
 
     Attributes:
-        launches: one for two runs each.
-        sums: elements of the splits' sums, tops and weights, which lie one behind the other, each aligned.
+        launches: one for two runs each; of latents one.
+        part: shape of the splits' sums, which end with the channels.
         out: shape of the result.
+        turn: rotates what is merged back; None where the merge does.
     """
 
     launches: tuple[Launch, ...]
     merge: Launch
-    sums: tuple[int, int, int]
+    part: tuple[int, ...]
     out: tuple[int, ...]
     dtype: torch.dtype
+    turn: Launch | None = None
+
+    def run(
+        self,
+        launches: Sequence[Callable[..., None]],
+        q: Tensor,
+        held: Sequence[Tensor],
+        last: Sequence[Tensor],
+        sinks: Tensor | None,
+        dtype: torch.dtype,
+        given: Tensor | None = None,
+    ) -> Tensor:
+        """Launches of queries, what is held, and what comes last before the sums of splits, and their merge.
+
+        The result is ``given`` where that can be written.
+        """
+        *rows, value_dim = self.part
+        # Sums, tops and weights lie one behind the other, each aligned.
+        count = cdiv(prod(rows), 4) * 4
+        sums = torch.empty(count * (value_dim + 2), dtype=torch.float32, device=q.device)
+        sums = sums.split_with_sizes((count * value_dim, count, count))
+        direct = given is not None and given.dtype == self.dtype and given.is_contiguous()
+        out = given if direct else torch.empty(self.out, dtype=self.dtype, device=q.device)
+        for launch in launches:
+            launch(q, *held, *last, *sums)
+        merged = out if self.turn is None else torch.empty(self.out, dtype=torch.float32, device=q.device)
+        self.merge(*sums, *([] if sinks is None else [sinks.contiguous()]), merged)
+        if self.turn is not None:
+            self.turn(merged, out)
+        return out if out.dtype == dtype else out.to(dtype)
 
 
 class Queries(NamedTuple):
@@ -203,10 +235,8 @@ def plan_of(
     # Triton's interpreter truncates where bf16 should be rounded.
     out_dtype = query.model_dtype if device.type == "cuda" else torch.float32
     part = (batch * heads, splits, rows, value_dim)
-    count = cdiv(batch * heads * splits * rows, 4) * 4
     merge = merge_launch(part, queries, scoring.sinks, form.rotate_values, dependent, device, out_dtype)
-    sums = (count * value_dim, count, count)
-    return Plan(tuple(launches), merge, sums, (batch, query_heads, queries, value_dim), out_dtype)
+    return Plan(tuple(launches), merge, part, (batch, query_heads, queries, value_dim), out_dtype)
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,30 +17,12 @@ from ._lib import capability, cdiv, multiprocessors, power
 from .compile import Wanted
 from .configs import edition, lookup
 from .decode_formats import BLOCK, DTYPES, split_counts
-from .decode_plan import Queries, Scoring
+from .decode_plan import Plan, Queries, Scoring
 from .hadamard import turn_back_launch
 from .latent_kernel import LatentShape, latent_kernel
 from .launch import Launch, Nest
 from .merge import SPLITS, mask_words, merge_launch, sinks_kind
 from .pair_format import Factors, Row
-
-
-class LatentPlan(NamedTuple):
-    """Numbers that launches need beside addresses.
-
-    Attributes:
-        attend: attends to a split of a row.
-        turn: rotates what is merged back; None where the merge does.
-        part: shape of the splits' sums, which end with the channels.
-        out: shape of the result.
-    """
-
-    attend: Launch
-    merge: Launch
-    turn: Launch | None
-    part: tuple[int, ...]
-    out: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @lru_cache(maxsize=1024)
@@ -98,7 +80,7 @@ def _plan(
     device: torch.device,
     rotate: int,
     edition: int,
-) -> LatentPlan:
+) -> Plan:
     """Plan of a call: nothing here is asked again for another layer, or another step, of the same shape."""
     form = StoreFormat.parse(store)
     latents, rotary = form.runs[0]
@@ -162,14 +144,12 @@ def _plan(
     launch = Launch(latent_kernel, grid, numbers, constants, device, _nest(store, scoring.mask is not None))
     # Triton's interpreter truncates where bf16 should be rounded.
     out_dtype = query.model_dtype if device.type == "cuda" else torch.float32
-    part = (batch, splits, rows, dim)
-    if not _turns_apart(form.rotate_keys):
-        merge = merge_launch(part, queries, scoring.sinks, form.rotate_keys, dependent, device, out_dtype)
-        return LatentPlan(launch, merge, None, part, (batch, heads, queries, dim), out_dtype)
-    merge = merge_launch(part, queries, scoring.sinks, 0, dependent, device, torch.float32)
-    blocks = batch * rows * dim // form.rotate_keys
-    turn = turn_back_launch(blocks, form.rotate_keys, dependent, device)
-    return LatentPlan(launch, merge, turn, part, (batch, heads, queries, dim), out_dtype)
+    part, apart = (batch, splits, rows, dim), _turns_apart(form.rotate_keys)
+    back, merged = (0, torch.float32) if apart else (form.rotate_keys, out_dtype)
+    merge = merge_launch(part, queries, scoring.sinks, back, dependent, device, merged)
+    turns = batch * rows * dim // form.rotate_keys if apart else 0
+    turn = turn_back_launch(turns, form.rotate_keys, dependent, device) if apart else None
+    return Plan((launch,), merge, part, (batch, heads, queries, dim), out_dtype, turn)
 
 
 @lru_cache(maxsize=256)
@@ -217,7 +197,7 @@ def latent_wanted(
         found = [kind or dtype for _, kind in fmt.shapes(side, 1, size).values()]
         kinds += [torch.int16 if kind == torch.float8_e4m3fn else kind for kind in found]
     sums = [torch.float32] * 3
-    yield plan.attend.wanted([*kinds, *sums])
+    yield plan.launches[0].wanted([*kinds, *sums])
     dependent = plan.merge.constants["PDL"]
     back, merged = (form.rotate_keys, plan.dtype) if plan.turn is None else (0, torch.float32)
     for splits in SPLITS:
@@ -227,7 +207,7 @@ def latent_wanted(
         yield plan.turn.wanted([torch.float32, plan.dtype])
 
 
-def latent_attention_triton(
+def latent_attention(
     q: Tensor,
     counters: Tensor,
     windows: Sequence[Tensor],
@@ -241,7 +221,7 @@ def latent_attention_triton(
     """Launcher of `hfkvq.kernels.decode_attention` for latents."""
     dtype, dim, rope_dim = q.dtype, windows[0].shape[-1], windows[1].shape[-1]
     if not is_served(store, dim, rope_dim, dtype):
-        return reference("latent_attention")(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
+        return reference("decode_attention")(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
     form = StoreFormat.parse(store)
     rotate = _rotates(form)
     if rotate != form.rotate_keys:
@@ -256,19 +236,5 @@ def latent_attention_triton(
     scoring = Scoring(None if mask is None else mask_kind(mask), sinks_kind(sinks), scaling, softcap)
     tail, blocks = windows[2].shape[2], runs[0].shape[1]
     plan = _plan(store, query, rope_dim, tail, blocks, scoring, q.device, rotate, edition())
-    shape = plan.part
-    part = torch.empty(shape, dtype=torch.float32, device=q.device)
-    top = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
-    total = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
-    out = torch.empty(plan.out, dtype=plan.dtype, device=q.device)
-    if mask is not None:
-        tensors.append(mask_words(mask))
-    plan.attend(*tensors, part, top, total)
-    merged = out if plan.turn is None else torch.empty(plan.out, dtype=torch.float32, device=q.device)
-    if sinks is None:
-        plan.merge(part, top, total, merged)
-    else:
-        plan.merge(part, top, total, sinks.contiguous(), merged)
-    if plan.turn is not None:
-        plan.turn(merged, out)
-    return out if out.dtype == dtype else out.to(dtype)
+    last = [] if mask is None else [mask_words(mask)]
+    return plan.run(plan.launches, tensors[0], tensors[1:], last, sinks, dtype)
