@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .hadamard import sign_matrix
 from .tiles import INTERPRETED, dotable
 
 UNIT = tl.constexpr(16777216.0)
@@ -279,6 +280,22 @@ def unpacked_fields(
 
 
 @triton.jit
+def across_fields(b_qs, E: tl.constexpr, H: tl.constexpr):
+    """Fields of E channels rotated in blocks of H, once each is rotated within itself."""
+    for i in tl.static_range(len(b_qs)):
+        # Stage i combines fields that stand 2^i apart, as long as they are of one block.
+        if (1 << i) * E < H:
+            b_next = ()
+            for f in tl.static_range(len(b_qs)):
+                if f & (1 << i):
+                    b_next = b_next + (b_qs[f - (1 << i)] - b_qs[f],)
+                else:
+                    b_next = b_next + (b_qs[f] + b_qs[f + (1 << i)],)
+            b_qs = b_next
+    return b_qs
+
+
+@triton.jit
 def query_fields(
     p_q, m_q, D: tl.constexpr, FIELDS: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BITS: tl.constexpr,
     BM: tl.constexpr, ROTATE: tl.constexpr,
@@ -293,14 +310,7 @@ def query_fields(
     if ROTATE == 0:
         b_turn = (o_e[:, None] == o_e[None, :]).to(tl.float32)
     else:
-        WITHIN: tl.constexpr = ROTATE if ROTATE < E else E
-        o_bits = o_e[:, None] & o_e[None, :] & (WITHIN - 1)
-        # The sign is the parity of the bits in common.
-        o_bits = o_bits ^ (o_bits >> 4)
-        o_bits = o_bits ^ (o_bits >> 2)
-        o_bits = o_bits ^ (o_bits >> 1)
-        m_block = o_e[:, None] // WITHIN == o_e[None, :] // WITHIN
-        b_turn = tl.where(m_block, 1.0 - 2.0 * (o_bits & 1).to(tl.float32), 0.0)
+        b_turn = sign_matrix(BE, ROTATE if ROTATE < E else E)
     p_x = p_q[:, None] + channels_of(0, o_e, E, BITS)[None, :]
     # All are asked for before the first is waited for: the compiler keeps loads behind the barriers of products.
     b_loads = ()
@@ -327,15 +337,4 @@ def query_fields(
         else:
             b_q = tl.permute(b_q, (1, 0))
         b_qs = b_qs + (b_q,)
-    if ROTATE > E:
-        for i in tl.static_range(FIELDS):
-            # Stage i combines fields that stand 2^i apart, as long as they are of one block.
-            if (1 << i) * E < ROTATE:
-                b_next = ()
-                for f in tl.static_range(FIELDS):
-                    if f & (1 << i):
-                        b_next = b_next + (b_qs[f - (1 << i)] - b_qs[f],)
-                    else:
-                        b_next = b_next + (b_qs[f] + b_qs[f + (1 << i)],)
-                b_qs = b_next
-    return b_qs
+    return across_fields(b_qs, E, ROTATE)

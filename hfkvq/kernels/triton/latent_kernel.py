@@ -17,6 +17,7 @@ from .fields import (
     LOG2E,
     Q_SHIFT,
     VALUE_SHIFT,
+    across_fields,
     channels_of,
     field_unit,
     first_channel,
@@ -126,18 +127,7 @@ def latent_queries(p_q, m_q, D: tl.constexpr, BITS: tl.constexpr, TILE: tl.const
         if ROTATE > 0:
             b_q = tl.dot(dotable(b_turn.to(b_q.dtype)), dotable(b_q))
         b_qs = b_qs + (b_q.to(tl.float32),)
-    if ROTATE > E:
-        for i in tl.static_range(len(b_qs)):
-            # Stage i combines fields that stand 2^i apart, as long as they are of one block.
-            if (1 << i) * E < ROTATE:
-                b_next = ()
-                for f in tl.static_range(len(b_qs)):
-                    if f & (1 << i):
-                        b_next = b_next + (b_qs[f - (1 << i)] - b_qs[f],)
-                    else:
-                        b_next = b_next + (b_qs[f] + b_qs[f + (1 << i)],)
-                b_qs = b_next
-    return b_qs
+    return across_fields(b_qs, E, ROTATE)
 
 
 @triton.jit

@@ -180,7 +180,7 @@ def seal_page(side, p_weight, i_bh, i_h, i_head, i_w, i_start, H, SHAPE: tl.cons
                 p_own = p_norm + i_j
             o_t = tl.arange(0, SEAL.NG * SEAL.BG)
             seal_channels(
-                side.page, p_source + i_j * D, None, o_t, None, p_weight, p_own, i_head, i_h, i_start + i_j,
+                side.page, p_source + i_j * D, None, o_t, None, p_weight, p_own, i_head, i_start + i_j,
                 i % SHAPE.SLICES, D, 1, SEAL,
             )  # fmt: skip
         else:

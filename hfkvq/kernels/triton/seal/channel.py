@@ -129,7 +129,7 @@ def store_groups(scale, zero, b_scale, b_zero, i_group, o_d, m_d, D: tl.constexp
 
 @triton.jit
 def seal_channels(
-    page, p_source, p_column, b_column, p_widths, p_weight, p_norm, i_head, i_h, i_token, i_e, s_l, s_d,
+    page, p_source, p_column, b_column, p_widths, p_weight, p_norm, i_head, i_token, i_e, s_l, s_d,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
     """NG groups of GROUP tokens, from token ``i_token`` of the row on, times the FIELDS * BE channels of BE words.
@@ -391,7 +391,7 @@ def seal_channel_kernel(
     if given is not None:
         p_norm = given + i_bh * M + i_j
     seal_channels(
-        page, p_source, p_column, b_column, p_widths, p_weight, p_norm, i_head, i_h, i_token, i_e, strides[2],
+        page, p_source, p_column, b_column, p_widths, p_weight, p_norm, i_head, i_token, i_e, strides[2],
         strides[3], SHAPE,
     )  # fmt: skip
 
