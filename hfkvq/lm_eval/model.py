@@ -7,8 +7,8 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, get_type_hints
+from dataclasses import dataclass
+from typing import Any, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -74,23 +74,6 @@ class Cost:
     keys: float = 0.0
     peak: int = 0
 
-    def add_answers(self, context_tokens: int, lengths: Sequence[int], seconds: float) -> None:
-        """Adds a batch of prompts, with answers of so many tokens each."""
-        self.requests += len(lengths)
-        self.context_tokens += context_tokens
-        self.generated_tokens += sum(lengths)
-        self.steps += sum(max(length - 1, 0) for length in lengths)
-        self.seconds += seconds
-
-    def add_cache(self, held: int, bf16: int, code_bits: float, key_bits: float) -> None:
-        """Adds a cache's bytes. ``code_bits`` is NaN where it has sealed nothing."""
-        self.held += held
-        self.bf16 += bf16
-        if not math.isnan(code_bits):
-            self.sealed += bf16
-            self.payload += code_bits * bf16
-            self.keys += key_bits * bf16
-
     def figures(self) -> dict[str, Any]:
         """Means and rates by name; None where nothing was measured."""
         return {
@@ -134,62 +117,24 @@ Answer = tuple[float, bool]
 """Sum of the continuation's log-probabilities, and whether greedy decoding would give it."""
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A continuation to be scored.
+Tokens = tuple[int, ...]
 
-    Attributes:
-        head: tokens that are the prompt: the context, but for its last token.
-        fed: tokens that come behind it, through the cache.
-        targets: the continuation, predicted by ``fed``.
-    """
-
-    head: tuple[int, ...]
-    fed: tuple[int, ...]
-    targets: tuple[int, ...]
+Group = tuple[Tokens, dict[Tokens, list[int]]]
+"""Tokens of a prompt, and by what is fed behind it the numbers of the requests: several end in another token only."""
 
 
-@dataclass
-class _Group:
-    """Requests of one head.
-
-    Attributes:
-        rows: by what is fed behind it, the numbers of the requests: several end in another token only.
-    """
-
-    head: tuple[int, ...]
-    rows: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-
-
-def _group_requests(requests: Sequence[_Request]) -> list[_Group]:
-    """Groups of requests by head, longest first: memory runs out early if at all. Groups without a head come last."""
-    groups: dict[tuple[int, ...], _Group] = {}
-    for number, request in enumerate(requests):
-        group = groups.setdefault(request.head, _Group(request.head))
-        group.rows.setdefault(request.fed, []).append(number)
-    return sorted(groups.values(), key=lambda group: (-len(group.head), group.head))
-
-
-def _batches(groups: Sequence[_Group], size: int) -> Iterator[list[_Group]]:
-    """Groups whose rows together are at most ``size``, one group at least; never with and without a head together."""
-    batch: list[_Group] = []
+def _batches(groups: Sequence[Group], size: int) -> Iterator[list[Group]]:
+    """Groups whose rows together are at most ``size``, one group at least; never with and without a prompt together."""
+    batch: list[Group] = []
     rows = 0
     for group in groups:
-        if batch and (rows + len(group.rows) > size or bool(batch[0].head) != bool(group.head)):
+        if batch and (rows + len(group[1]) > size or bool(batch[0][0]) != bool(group[0])):
             yield batch
             batch, rows = [], 0
         batch.append(group)
-        rows += len(group.rows)
+        rows += len(group[1])
     if batch:
         yield batch
-
-
-class _Job(NamedTuple):
-    """A row to be fed: its head's row in the prefilled cache, what is fed, and the numbers of the requests."""
-
-    row: int
-    fed: tuple[int, ...]
-    numbers: list[int]
 
 
 @register_model("hf-kvq")
@@ -419,14 +364,23 @@ class HFKVQ(HFLM):
         ends = self._subject.generation_config.eos_token_id
         lengths = answer_lengths(out[:, context.shape[1] :], ends if isinstance(ends, list) else [ends])
         cost = self._cost()
-        cost.add_answers(int(mask.sum()), lengths, seconds)
+        cost.requests += len(lengths)
+        cost.context_tokens += int(mask.sum())
+        cost.generated_tokens += sum(lengths)
+        cost.steps += sum(max(length - 1, 0) for length in lengths)
+        cost.seconds += seconds
         self._count(cache, mask)
         cost.peak = max(cost.peak, first.peak)
         return out
 
     def _count(self, cache: Cache, mask: Tensor) -> None:
         cost, memory = self._cost(), read_memory(cache, mask)
-        cost.add_cache(memory.held, memory.bf16, memory.code_bits, memory.key_bits)
+        cost.held += memory.held
+        cost.bf16 += memory.bf16
+        if not math.isnan(memory.code_bits):
+            cost.sealed += memory.bf16
+            cost.payload += memory.code_bits * memory.bf16
+            cost.keys += memory.key_bits * memory.bf16
         cost.peak = max(cost.peak, _held(cache))
 
     # Log-likelihood
@@ -438,26 +392,29 @@ class HFKVQ(HFLM):
         override_bs: int | None = None,
     ) -> list[Answer]:
         """Scores continuations behind a context that lies in the cache, in chunks."""
-        how = self.cache_arguments
-        todo = [self._request(context, continuation) for _, context, continuation in requests]
-        groups = _group_requests(todo)
-        answers: list[Answer | None] = [None] * len(todo)
+        groups: dict[Tokens, dict[Tokens, list[int]]] = {}
+        for number, (_, context, continuation) in enumerate(requests):
+            prompt, fed = self._split(context, continuation)
+            groups.setdefault(prompt, {}).setdefault(fed, []).append(number)
+        # Longest first: memory runs out early if at all. Requests without a prompt come last.
+        ordered = sorted(groups.items(), key=lambda group: (-len(group[0]), group[0]))
+        answers: list[Answer | None] = [None] * len(requests)
         size = override_bs or self.batch_size
         if size == "auto":
             size = self._detect_batch_size(list(requests), 0)
         cost = self._cost()
         quiet = disable_tqdm or override_bs is not None or self.rank != 0
         with (
-            tqdm(total=len(todo), disable=quiet, desc=f"log-likelihood through {how.name}") as bar,
+            tqdm(total=len(requests), disable=quiet, desc=f"log-likelihood through {self.cache_arguments.name}") as bar,
             torch.autocast(
                 device_type=self.device.type,
                 dtype=self.mixed_precision_dtype,
                 enabled=self.mixed_precision_dtype is not None,
             ),
         ):
-            for batch in _batches(groups, size):
-                self._score(todo, batch, size, answers)
-                for number in (number for group in batch for numbers in group.rows.values() for number in numbers):
+            for batch in _batches(ordered, size):
+                self._score([continuation for *_, continuation in requests], batch, size, answers)
+                for number in (number for _, rows in batch for numbers in rows.values() for number in numbers):
                     key, context, _ = requests[number]
                     cost.requests += 1
                     cost.context_tokens += len(context)
@@ -465,35 +422,38 @@ class HFKVQ(HFLM):
                         self.cache_hook.add_partial("loglikelihood", key, answers[number])
                     bar.update()
         done = [answer for answer in answers if answer is not None]
-        assert len(done) == len(todo)
+        assert len(done) == len(requests)
         return done
 
-    def _request(self, context: list[int], continuation: list[int]) -> _Request:
+    def _split(self, context: list[int], continuation: list[int]) -> tuple[Tokens, Tokens]:
+        """Tokens that are the prompt, and those that are fed behind it, through the cache, which predict what follows.
+
+        The prompt ends one token before the continuation, which is then predicted through the cache alone.
+        """
         limit = self.max_length + 1 - len(continuation)
         if not continuation or limit < 1:
             raise ValueError(
                 f"continuation: got {len(continuation)} tokens, allowed 1 to {self.max_length}, the model's max_length."
             )
-        # The head ends one token before the continuation, which is then predicted through the cache alone.
-        *head, last = self._fit(context, limit)
-        return _Request(tuple(head), (last, *continuation[:-1]), tuple(continuation))
+        *prompt, last = self._fit(context, limit)
+        return tuple(prompt), (last, *continuation[:-1])
 
     @torch.no_grad()
     def _score(
-        self, requests: Sequence[_Request], batch: Sequence[_Group], size: int, answers: list[Answer | None]
+        self, targets: Sequence[list[int]], batch: Sequence[Group], size: int, answers: list[Answer | None]
     ) -> None:
         """Answers the requests of groups that are prefilled together, of which ``size`` rows at most are fed at once.
 
-        ``answers`` are written, by the requests' numbers.
+        ``answers`` are written, and ``targets`` read, by the requests' numbers.
         """
         cache, pad = self.make_cache(), self.tokenizer.pad_token_id or 0
-        ids, mask = (x.to(self.device) for x in _padded([group.head for group in batch], pad, "left"))
+        ids, mask = (x.to(self.device) for x in _padded([prompt for prompt, _ in batch], pad, "left"))
         length = ids.shape[1]
         if length:
             self._forward(ids, mask, cache, last_only=True)
-        jobs = [_Job(row, fed, numbers) for row, group in enumerate(batch) for fed, numbers in group.rows.items()]
+        jobs = [(row, fed, numbers) for row, (_, rows) in enumerate(batch) for fed, numbers in rows.items()]
         # Neighbours have continuations of similar lengths.
-        jobs.sort(key=lambda job: -len(job.fed))
+        jobs.sort(key=lambda job: -len(job[1]))
         # Rows that share a prompt share its pages, which would make any scheme look smaller than it is.
         shared = length > 0 and len(jobs) > len(batch)
         if shared:
@@ -503,10 +463,11 @@ class HFKVQ(HFLM):
             own = cache
             if number + 1 < len(pieces):
                 own = copy.deepcopy(cache) if length else self.make_cache()
-            rows = torch.tensor([job.row for job in piece], device=self.device, dtype=torch.int64)
-            if length and [job.row for job in piece] != list(range(len(batch))):
+            chosen = [row for row, *_ in piece]
+            rows = torch.tensor(chosen, device=self.device, dtype=torch.int64)
+            if length and chosen != list(range(len(batch))):
                 own.batch_select_indices(rows)
-            columns = self._feed(own, mask[rows], piece, requests, answers)
+            columns = self._feed(own, mask[rows], [job[1:] for job in piece], targets, answers)
             if not shared:
                 self._count(own, columns)
 
@@ -514,17 +475,17 @@ class HFKVQ(HFLM):
         self,
         cache: Cache,
         mask: Tensor,
-        piece: Sequence[_Job],
-        requests: Sequence[_Request],
+        piece: Sequence[tuple[Tokens, list[int]]],
+        targets: Sequence[list[int]],
         answers: list[Answer | None],
     ) -> Tensor:
-        """Answers the requests of the jobs, row by row of the cache; returns the mask of its columns."""
-        chunk, wanted = self.cache_arguments.chunk, [(x, row) for row, job in enumerate(piece) for x in job.numbers]
+        """Answers requests row by row of the cache: what is fed, and their numbers. Returns the mask of its columns."""
+        chunk, wanted = self.cache_arguments.chunk, [(x, row) for row, (_, own) in enumerate(piece) for x in own]
         rows = torch.tensor([row for _, row in wanted], device=self.device, dtype=torch.int64)
-        targets = _padded([requests[number].targets for number, _ in wanted], 0, "right")[0].to(self.device)
-        ids = _padded([job.fed for job in piece], self.tokenizer.pad_token_id or 0, "right")[0].to(self.device)
+        wished = _padded([targets[number] for number, _ in wanted], 0, "right")[0].to(self.device)
+        ids = _padded([fed for fed, _ in piece], self.tokenizer.pad_token_id or 0, "right")[0].to(self.device)
         scores, hits = [], []
-        for part, target in zip(ids.split(chunk, 1), targets.split(chunk, 1), strict=True):
+        for part, target in zip(ids.split(chunk, 1), wished.split(chunk, 1), strict=True):
             mask = torch.cat([mask, torch.ones_like(part)], 1)
             logits = self._forward(part, mask, cache)
             columns = torch.arange(logits.shape[1], device=logits.device)
@@ -533,7 +494,7 @@ class HFKVQ(HFLM):
             hits.append(logits.argmax(-1)[rows] == target)
         score, hit = torch.cat(scores, 1), torch.cat(hits, 1).cpu()
         for at, (number, _) in enumerate(wanted):
-            end = len(requests[number].targets)
+            end = len(targets[number])
             answers[number] = (float(score[at, :end].sum()), bool(hit[at, :end].all()))
         return mask
 

@@ -154,9 +154,9 @@ class TestTruncation:
         assert got[1, -len(short) :].tolist() == short
         assert mask[1].tolist() == [0] * (limit - len(short)) + [1] * len(short)
         context, continuation = lm._encode_pair(self.LONG, " dog")
-        request = lm._request(context, continuation)
-        assert len(request.head) + len(request.fed) == lm.max_length
-        assert request.head[:10] == tuple(context[:10])
+        prompt, fed = lm._split(context, continuation)
+        assert len(prompt) + len(fed) == lm.max_length
+        assert prompt[:10] == tuple(context[:10])
 
     def test_left_is_lm_evals(self, make):
         hf, ours = make(HFLM), make(scheme="none")
