@@ -15,8 +15,7 @@ serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19"
 # Behind the line above: a module that was skipped before cannot be imported from.
 from hfkvq.serving.ladder import Shape, ladder  # noqa: E402
 from tests.caches.test_budget import Live  # noqa: E402
-from tests.serving.test_batching import generation, llama, model, prompts, settings  # noqa: E402
-from tests.serving.test_windows import by_generate  # noqa: E402
+from tests.serving.test_batching import by_generate, generation, llama, model, prompts, settings  # noqa: E402
 
 __all__ = ["model"]
 
