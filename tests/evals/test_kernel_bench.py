@@ -1,4 +1,4 @@
-"""Times of kernels: nothing wrong is timed, copies and quantiles, and what is saved and shown."""
+"""Kernels: shapes and bytes, times, copies and quantiles, and the search over invented times."""
 
 from __future__ import annotations
 
@@ -9,15 +9,86 @@ import pytest
 import torch
 
 from evals import kernel_bench as kernels
-from evals import kernel_tuning
-from evals.kernel_bench import METHOD, Timing, add_speedups, row_of, self_check
-from evals.kernel_cases import Shape
+from evals import kernel_cases, kernel_tuning
+from evals.kernel_bench import METHOD, Timing, add_speedups, error_of, row_of, self_check, shape_of
+from evals.kernel_cases import (
+    RAW,
+    Shape,
+    as_dict,
+    bytes_read,
+    fill,
+)
 from hfkvq.caches.store import KVStore
+from hfkvq.kernels import use_interpreter
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.triton import configs
 from tests.command import printed
 
 CPU = torch.device("cpu")
-SMALL = Shape(1, 8, heads=2, kv_heads=1, head_dim=64)
+SMALL = Shape(2, 517, heads=4, kv_heads=2, head_dim=64)
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_raw_formats_attend_as_torch_does_to_what_they_hold(name):
+    query, keys, values = SMALL.data(CPU)
+    store = fill(name, keys, values)
+    assert store.longest == SMALL.context
+    got = store.attend(query, AttentionArguments(SMALL.scaling))
+    held = [store.dense(side, SMALL.context).float() for side in ("keys", "values")]
+    exact = torch.nn.functional.scaled_dot_product_attention(query.float(), *held, enable_gqa=True)
+    assert error_of(got, exact) < 0.01
+    # The pages were quantized, each element to something near.
+    assert 0 < error_of(held[0], keys) < 0.6
+
+
+@pytest.mark.parametrize("name", ["2-bit", "int4", "full", "triaxial-pages", "fp8+16"])
+def test_bytes_are_those_of_the_tensors_where_all_of_them_is_read(name):
+    shape = Shape(2, 512, heads=4, kv_heads=2, head_dim=64)
+    query, keys, values = shape.data(CPU)
+    store = fill(name, keys, values)
+    held = store.nbytes()
+    # Rows are alike and hold whole pages of each width, or all tokens where scales are per token; some, 16 of a sink.
+    sink = store.layout.sink
+    pages = (held.codes + held.metadata) * (512 - sink) // 512 + 2 * shape.batch * 2 * sink * 64 * 2
+    if name == "fp8+16":
+        counts = store.counters[2::2, 0].tolist()
+        pages = sum(
+            count * shape.batch * sum(part[0].nbytes for part in (*view.keys, *view.values)) // 128
+            for count, view in zip(counts, store.runs, strict=True)
+        )
+        assert pages <= held.codes + held.metadata
+    assert bytes_read(store, query) == pages + 2 * query.nbytes
+
+
+def test_bytes_of_windows_and_of_sides_sealed_apart():
+    # Sink 32; keys are sealed by the page, values stay whole for 128 tokens more.
+    shape = Shape(3, 32 + 3 * 128 + 50, heads=4, kv_heads=2, head_dim=64)
+    query, keys, values = shape.data(CPU)
+    store = fill("kitty", keys, values)
+    assert store.counters[2:, 0].tolist() == [3 * 128, 2 * 128]
+    plane, scales, high, index = 128 * 64 // 4, 2 * 2 * 64, 16 * 8 * 2, 8
+    key_page, value_page = plane + scales + high, plane + 2 * 2 * 128
+    windows = (32 + 50 + 32 + 128 + 50) * 64 * 2
+    a_row = 2 * (3 * (key_page + index) + 2 * value_page + windows)
+    assert bytes_read(store, query) == 3 * a_row + 2 * query.nbytes
+
+
+def test_latents():
+    """16 query heads over one latent of 512 channels, and 64 of rotary parts, which other shapes do not tell of."""
+    shape = Shape.of_latents(2, 200, 16)
+    query, latents, rotary = shape.data(CPU)
+    assert (query.shape, latents.shape, rotary.shape) == ((2, 16, 1, 576), (2, 1, 200, 512), (2, 1, 200, 64))
+    assert as_dict(shape)["rope_dim"] == 64
+    assert "rope_dim" not in as_dict(Shape(2, 200))
+    assert shape_of(as_dict(shape)) == shape
+    store = fill("latent-4", latents, rotary)
+    assert store.format.latent
+    # Codes, a scale and a minimum; codes and a scale; and what is kept whole.
+    read = 2 * 40 * (256 + 4 + 64 + 2) + 2 * 160 * 576 * 2
+    assert bytes_read(store, query) == 2 * query.nbytes + read
+
+
+TINY = Shape(1, 8, heads=2, kv_heads=1, head_dim=64)
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process")
 
@@ -80,13 +151,10 @@ def test_table_and_comparison():
     assert "slower" in lines["b"]
 
 
-# The self-check.
-
-
 @needs_interpreter
 def test_self_check(monkeypatch):
     # Without a GPU both sides are the reference.
-    assert self_check(["kitty", "fp8+16"], [SMALL], CPU) == {"kitty": 0, "fp8+16": 0}
+    assert self_check(["kitty", "fp8+16"], [TINY], CPU) == {"kitty": 0, "fp8+16": 0}
     attend, in_reference = KVStore.attend, []
 
     @contextlib.contextmanager
@@ -102,11 +170,8 @@ def test_self_check(monkeypatch):
     monkeypatch.setattr(kernels, "use_reference", reference)
     monkeypatch.setattr(KVStore, "attend", wrong)
     with pytest.raises(ValueError, match=r"kitty by 0\.0") as caught:
-        self_check(["2-bit", "kitty"], [SMALL], CPU)
+        self_check(["2-bit", "kitty"], [TINY], CPU)
     assert "2-bit" not in str(caught.value)
-
-
-# Whole runs.
 
 
 @pytest.fixture
@@ -155,4 +220,43 @@ def test_a_whole_run(pretended_gpu, monkeypatch, tmp_path, capsys):
     assert "Stopped after 0 minutes" in said
 
 
-# Times.
+KEY = "2c128/2t128,D128,N8"
+START = dict(configs.DEFAULTS["decode"])
+
+
+def search(model, start=START):
+    """Searches where ``model(knobs)`` gives the times."""
+    said = []
+
+    timers = [lambda i=i: model(configs.lookup(CPU, "decode", KEY))[i] for i in range(len(model(start)))]
+    configs.try_out("decode", KEY, start)
+    found = kernel_tuning.search("decode", KEY, start, timers, lambda what, share: said.append((what, share)))
+    configs.try_out("decode", KEY, None)
+    assert all(0 <= share < 1 for _, share in said)
+    return found, [what for what, _ in said]
+
+
+def test_grid_and_knobs_are_the_same():
+    assert {kernel: set(grid) for kernel, grid in kernel_tuning.GRID.items()} == {
+        kernel: set(knobs) for kernel, knobs in configs.DEFAULTS.items()
+    }
+
+
+def test_the_best_of_each_knob_are_tried_together():
+    found, said = search(lambda knobs: [100.0 + 5 * abs(knobs["stages"] - 3) + abs(knobs["programs_per_sm"] - 6)])
+    assert found.after == {**START, "stages": 3, "programs_per_sm": 6}
+    assert found.share == pytest.approx(100 / 112)
+    assert said[-1] == f"{KEY} programs_per_sm 6, stages 3"
+
+
+def test_variants_of_a_format():
+    """Variants are those that a launch takes, and nothing is launched for them."""
+    configs.renew()
+    with use_interpreter():
+        wanted = list(kernel_cases.attending("int4", Shape(1, 160, 2, 1, 32, "float16"), CPU))
+    assert [kernel for _, kernel, _ in configs.ANSWERS] == ["decode"]
+    assert {each.kernel.__name__ for each in wanted} == {"decode_kernel", "merge_kernel"}
+    prompt = Shape(1, 160, 2, 1, 32, "float16", queries=20)
+    assert not list(kernel_cases.attending("int4", prompt, CPU)), "a launch compiles what dequantizes pages"
+    stored = {each.kernel.__name__ for each in kernel_cases.storing("int4", prompt, CPU)}
+    assert {"seal_token_kernel", "advance_kernel"} <= stored

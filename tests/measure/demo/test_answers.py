@@ -95,3 +95,16 @@ def test_full_is_the_baseline_and_two_bits_on_everything_are_not(subject: Subjec
     assert rows["kivi-2"]["agreement"] < 1.0
     assert all(row["decode_tokens_per_second"] > 0 for row in result["rows"])
     assert result["memory"]["task"] == "tools"
+
+
+@pytest.mark.gpu
+def test_four_bits_answer_as_the_baseline_does() -> None:
+    """Whole caches through ``generate``, with the kernels that are compiled there; test_accuracy measures on CPUs."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    subject = load(None, device=torch.device("cuda"))
+    settings = Settings(tasks=("recall-40",), schemes=("full", "saw-int4"), samples=4, batch_size=4)
+    baseline, full, saw = (row["tasks"]["recall-40"] for row in run_demo(subject, settings)["rows"])
+    assert baseline["right"] == full["right"] == saw["right"] == 4
+    assert full["agreeing_tokens"] == saw["agreeing_tokens"] == saw["compared_tokens"] == 4 * 5
+    assert full["kl_mean"] < 1e-3

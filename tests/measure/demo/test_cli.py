@@ -1,4 +1,4 @@
-"""The command line, as its user types it."""
+"""The command line, as its user types it, and the figures that ship in the package."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import hfkvq
+from hfkvq.caches import list_schemes
 from hfkvq.caches.schemes.base import in_order
-from hfkvq.measure.presets import describe, figure
+from hfkvq.measure.presets import describe, figure, figures
 from tests.command import invoke
 
 
@@ -86,3 +87,11 @@ def test_demo_makes_a_table_and_json(stand_in: Path, tmp_path: Path) -> None:
     assert saved["settings"]["seed"] == 3
     assert saved["dtype"] == "float32"
     assert {"torch", "transformers", "hfkvq", "python"} <= set(saved["versions"])
+
+
+def test_figures_are_of_presets_as_they_are():
+    found = figures()
+    assert all(set(found[kind]["presets"]) <= set(list_schemes()) for kind in ("loss", "steps", "attention"))
+    assert figure("loss", "kvarn-k4v4") is None
+    # Its keys were not smoothed then.
+    assert figure("steps", "saw-int4") is None

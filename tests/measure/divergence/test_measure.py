@@ -1,16 +1,24 @@
-"""Divergence of caches: by hand, and on tiny models."""
+"""Divergence of caches, by hand and on tiny models: windows of text, caches of others, and intervals."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import random
+import types
 
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.cache_utils import QuantizedCache, QuantizedLayer
 
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.measure.divergence import Bill, Divergence, Measured, compare_logits, measure
+from hfkvq.measure.divergence.intervals import check_scipy, mean_interval
+from hfkvq.measure.divergence.naming import find_other, parse_measured
+from hfkvq.measure.divergence.windows import Text, cut, read_file, reference_documents
 from tests.caches.models import build, prompt
+from tests.command import assert_refused, invoke
 
 PREFILL = 160
 
@@ -151,3 +159,180 @@ def test_logits_that_are_no_numbers(tokens) -> None:
         model.lm_head.weight[5] = math.nan
     with pytest.raises(ValueError, match="its logits with DynamicCache are not numbers, at a token from 30 on"):
         measure(model, tokens[:1, :40], ["full"], prefill=30)
+
+
+QUANTO = "transformers:QuantizedCache:backend=quanto:nbits=4"
+
+
+class Bytes(QuantizedLayer):
+    """A stand-in backend: 8 bits and a scale for all, in nested containers."""
+
+    def _quantize(self, tensor, axis):
+        scale = tensor.abs().amax() / 127
+        return (tensor / scale).round().to(torch.int8), {"scale": scale, "shape": tensor.shape}
+
+    def _dequantize(self, qtensor):
+        codes, meta = qtensor
+        return codes.float() * meta["scale"]
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    monkeypatch.setattr("transformers.cache_utils.QuantoQuantizedLayer", Bytes)
+
+
+def test_a_real_cache_and_all_its_bytes(backend) -> None:
+    model, tokens = build("qwen3"), prompt(2, 300)
+    assert isinstance(find_other(QUANTO).prepare(model, None, tokens)(), QuantizedCache)
+    found = measure(model, tokens, parse_measured(["full", QUANTO]), prefill=200, chunk=10, batch_size=2)
+    row = found.schemes[1]
+    assert 0 < row.mean < 0.1
+    # Two layers, keys and values, of two rows, with a scale for both: 199 tokens of 2 heads of 32 in 8 bits, and 100 in
+    # f32, which is fewer than what makes it quantize all anew.
+    assert row.bill.held_bytes * 2 == 2 * 2 * (2 * (199 + 100 * 4) * 2 * 32 + 4)
+    assert row.bill.total_bits == pytest.approx(16 * row.bill.held_bytes / row.bill.bf16_bytes)
+    assert row.bill.code_bits == 4
+
+
+def test_a_missing_package_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setattr("transformers.cache_utils.is_optimum_quanto_available", lambda: False)
+    with pytest.raises(ImportError, match="pip install optimum-quanto"):
+        find_other(QUANTO).check(build("qwen3").config)
+
+
+def test_an_import_path_with_options() -> None:
+    found = find_other("evals.simulated:Oscar:recent=128:key_clip=0.9")
+    assert found.to_dict()["recent"] == 128
+    assert (found.to_dict()["key_clip"], found.to_dict()["simulated"]) == (0.9, True)
+    assert find_other("kivi-2:local_length=32") is None
+
+
+def test_any_cache_of_transformers() -> None:
+    model, tokens = build("qwen3"), prompt(2, 60)
+    (row,) = measure(model, tokens, parse_measured(["transformers:DynamicCache"]), prefill=40).schemes
+    assert float(row.kld.max()) < 1e-6
+    # The model is f32.
+    assert row.bill.total_bits == 32
+    with pytest.raises(ValueError, match="DynamicCache does not take these options"):
+        find_other("transformers:DynamicCache:rooms=3").check(model.config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("evals.simulated:Oscar:recnt=1", "evals.simulated:Oscar does not take these options"),
+        ("evals.simulated:TurboQuant:key_bits=9", "key_bits: got 9, allowed 1 to 8"),
+        ("evals.simulated:Oskar", "cannot be imported"),
+        ("no_such_module:Oscar", "cannot be imported: No module named 'no_such_module'"),
+        ("math:sqrt", "math:sqrt is neither a transformers.Cache nor an OtherCache"),
+        ("transformers:QuantizedCache:backend=quanto:bits=4", "QuantizedCache does not take these options"),
+    ],
+)
+def test_wrong_paths_and_options(text, message) -> None:
+    assert_refused(invoke("kld", "--schemes", text), message)
+
+
+class Letters:
+    """A tokenizer of one token a letter; "^" begins a text, if it is told so."""
+
+    def __init__(self, bos: int | None = None) -> None:
+        self.bos_token_id = bos
+
+    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True):
+        ids = [ord(letter) for letter in text]
+        if add_special_tokens and self.bos_token_id is not None:
+            ids = [self.bos_token_id, *ids]
+        return types.SimpleNamespace(input_ids=ids)
+
+
+def text_of(tokens: torch.Tensor) -> list[str]:
+    return ["".join(map(chr, row)) for row in tokens.tolist()]
+
+
+def test_windows_follow_one_another() -> None:
+    found = cut([Text("a", ["abcde", "fghij", "klmno"], "-")], Letters(), 4, 3)
+    assert text_of(found.tokens) == ["abcd", "e-fg", "hij-"]
+    assert found.first_token is None
+    assert text_of(cut([Text("a", ["abcde"])], Letters(), 4, 3).tokens) == ["abcd"]
+
+
+def test_every_window_begins_as_texts_do() -> None:
+    found = cut([Text("a", ["abcdefgh"])], Letters(ord("^")), 4, 9)
+    assert text_of(found.tokens) == ["^abc", "^def"]
+    assert found.first_token == ord("^")
+
+
+def test_texts_share_the_windows_and_take_turns() -> None:
+    texts = [Text("small", ["abcdefghi"]), Text("large", ["ABCDEFGHI"])]
+    found = cut(texts, Letters(), 2, 5)
+    assert text_of(found.tokens) == ["ab", "AB", "cd", "CD", "ef"]
+    assert found.names == ("small", "large", "small", "large", "small")
+    # A text gives no more than it has, and only what is asked for is read.
+    assert cut([*texts, Text("none", [])], Letters(), 2, 2).names == ("small", "large")
+    assert cut(texts, Letters(), 4, 9).names == ("small", "large") * 2
+
+
+def test_too_little_text() -> None:
+    with pytest.raises(ValueError, match="text: a has 3 tokens, but a window needs 8; give more text, or smaller"):
+        cut([Text("a", ["abc"])], Letters(), 8, 1)
+
+
+def test_files(tmp_path) -> None:
+    plain, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    plain.write_text("Grüße", encoding="utf-8")
+    lines.write_text('{"body": "one"}\n\n{"body": "two", "n": 1}\n', encoding="utf-8")
+    assert read_file(plain, "body") == ["Grüße"]
+    assert read_file(lines, "body") == ["one", "two"]
+
+
+def test_the_reference_models_own_text() -> None:
+    documents = reference_documents()
+    first = [next(documents) for _ in range(6)]
+    assert len(set(first)) == 6
+    assert all(text.endswith("<|im_end|>\n") for text in first)
+    assert next(reference_documents(seed=1)) not in first
+
+
+def test_schemes_with_knobs() -> None:
+    found = parse_measured(["kivi-2", "kitty:boost_ratio=0.2:sink_length=0", "kitty:rotate_values=true"])
+    assert list(found) == ["kivi-2", "kitty:boost_ratio=0.2:sink_length=0", "kitty:rotate_values=true"]
+    assert [preset.scheme for preset in found.values()] == [
+        get_scheme("kivi-2"),
+        get_scheme("kitty", boost_ratio=0.2, sink_length=0),
+        get_scheme("kitty", rotate_values=True),
+    ]
+    assert "full" in parse_measured([])
+
+
+def test_contains_the_mean_and_is_reproducible() -> None:
+    random.seed(3)
+    values = [random.gauss(2.0, 1.0) for _ in range(40)]
+    low, high = mean_interval(values)
+    assert low < sum(values) / 40 < high
+    assert mean_interval(values) == (low, high)
+    assert mean_interval(values, seed=1) != (low, high)
+    # About twice 1.96 standard errors.
+    assert high - low == pytest.approx(2 * 1.96 / math.sqrt(40), rel=0.25)
+
+
+def test_without_spread_or_without_values() -> None:
+    assert mean_interval([0.0, 0.0, 0.0]) == (0.0, 0.0)
+    assert mean_interval([1.0]) is None
+    assert mean_interval([]) is None
+    assert mean_interval([1.0, math.inf]) is None
+
+
+def test_coverage() -> None:
+    """About 95 of 100 intervals hold the true mean."""
+    draw = random.Random(0)
+    held = 0
+    for _ in range(60):
+        low, high = mean_interval([draw.random() for _ in range(30)])
+        held += low <= 0.5 <= high
+    assert held >= 50
+
+
+def test_missing_scipy_names_the_extra(monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"kld: SciPy.*hfkvq\[eval\]"):
+        check_scipy("kld")
