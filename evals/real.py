@@ -42,7 +42,7 @@ from hfkvq.caches.base.config_switch import restore
 from hfkvq.caches.compile import compile_ahead
 from hfkvq.caches.schemes.preset import get_preset
 from hfkvq.measure.models import Source, find_model, load_tokenizer, read_config
-from hfkvq.measure.models.gguf_files import file_sha256
+from hfkvq.measure.models.names import file_sha256
 from hfkvq.measure.records import commit, device_name, now, versions
 from hfkvq.measure.tables import NOTHING, markdown_table, number, small_number
 

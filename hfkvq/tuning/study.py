@@ -277,24 +277,20 @@ def published(scheme: Scheme, space: Space) -> list[dict[str, Any]]:
 
     Presets that differ in other knobs as well, or lie outside the space, are left out.
     """
+
+    def fits(name: str, value: Any) -> bool:
+        ends = _ends(space[name])
+        if isinstance(space[name], CategoricalDistribution):
+            return value in ends
+        return isinstance(value, (int, float)) and ends[0] <= value <= ends[1]
+
     found = []
     for other in (scheme, *list_schemes().values()):
-        if type(other) is not type(scheme):
-            continue
-        values = {name: getattr(other, name) for name in space}
-        if get_scheme(scheme, **values) != other:
-            continue
-        if all(_fits(space[name], value) for name, value in values.items()) and values not in found:
+        values = {name: getattr(other, name) for name in space} if type(other) is type(scheme) else {}
+        alone = values and get_scheme(scheme, **values) == other
+        if alone and all(fits(*each) for each in values.items()) and values not in found:
             found.append(values)
     return found
-
-
-def _fits(distribution: BaseDistribution, value: Any) -> bool:
-    """True if a value is in a distribution."""
-    if isinstance(distribution, CategoricalDistribution):
-        return value in distribution.choices
-    assert isinstance(distribution, (FloatDistribution, IntDistribution))
-    return isinstance(value, (int, float)) and distribution.low <= value <= distribution.high
 
 
 HEARTBEAT, GRACE = 20, 60

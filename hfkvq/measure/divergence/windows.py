@@ -67,22 +67,16 @@ def read_file(path: Path, field: str) -> list[str]:
         text = read_bounded(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"text: {path} cannot be read as UTF-8 text: {error}") from error
-    found = list(_lines(path, text, field)) if path.suffix == ".jsonl" else [text]
+    found = [text]
+    if path.suffix == ".jsonl":
+        try:
+            records = list(json_lines(text))
+        except ValueError as error:
+            raise ValueError(f"text: {path}: {error}.") from None
+        found = [_field(record, field, f"line {number} of {path}") for number, record in records]
     if not any(document.strip() for document in found):
         raise ValueError(f"text: {path} holds no text.")
     return found
-
-
-def _lines(path: Path, text: str, field: str) -> Iterator[str]:
-    records = json_lines(text)
-    while True:
-        try:
-            number, record = next(records)
-        except StopIteration:
-            return
-        except ValueError as error:
-            raise ValueError(f"text: {path}: {error}.") from None
-        yield _field(record, field, f"line {number} of {path}")
 
 
 def _field(record: Any, field: str, where: str) -> str:

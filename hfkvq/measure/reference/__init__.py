@@ -2,8 +2,7 @@
 
 from .chat import Example
 from .model import load_reference, reference_path
-from .plain import PLAIN_TASKS, is_plain
-from .tasks import EVALUATION_TASKS, arithmetic, evaluation_set, recall
+from .tasks import EVALUATION_TASKS, PLAIN_TASKS, arithmetic, evaluation_set, is_plain, recall
 from .tool_calls import tools
 
 __all__ = [

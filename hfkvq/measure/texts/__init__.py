@@ -7,11 +7,13 @@ Shakespeare (public domain); `LICENSES` beside this file has the licences, and `
 from __future__ import annotations
 
 import gzip
+from functools import cache
 from importlib.resources import files
 
 KINDS = ("agent", "mathematics", "code", "play")
 
 
+@cache
 def read_text(kind: str) -> str:
     """One of the texts.
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hfkvq.measure import models
-from hfkvq.measure.models import find_model, gguf_files, load_model, load_tokenizer, read_config
+from hfkvq.measure.models import find_model, load_model, load_tokenizer, names, read_config
 from hfkvq.measure.reference import reference_path
 from tests.command import assert_refused, invoke
 
@@ -24,7 +24,7 @@ def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of unpacked files, empty."""
     folder = tmp_path / "assets"
     folder.mkdir()
-    monkeypatch.setattr(gguf_files, "cached_assets_path", lambda *_, **__: folder)
+    monkeypatch.setattr(names, "cached_assets_path", lambda *_, **__: folder)
     return folder
 
 
@@ -88,20 +88,20 @@ def test_smollm2_says_what_to_install(assets: Path, monkeypatch: pytest.MonkeyPa
 
 def test_smollm2_is_unpacked_once(assets: Path, installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = b"GGUF" * 400_000
-    (installed / models.names.FILE).write_bytes(content)
-    monkeypatch.setattr(models.names, "SHA256", hashlib.sha256(content).hexdigest())
-    monkeypatch.setattr(gguf_files, "_convert", convert)
+    (installed / names.FILE).write_bytes(content)
+    monkeypatch.setattr(names, "SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(names, "_convert", convert)
     without(monkeypatch, "gguf")
     with pytest.raises(ValueError, match=r"model: 'smollm2' cannot be used: .*pip install 'hfkvq\[real\]'"):
         find_model("smollm2")
     monkeypatch.undo()
-    monkeypatch.setattr(gguf_files, "cached_assets_path", lambda *_, **__: assets)
-    monkeypatch.setattr(models.names, "SHA256", hashlib.sha256(content).hexdigest())
-    monkeypatch.setattr(gguf_files, "_convert", convert)
+    monkeypatch.setattr(names, "cached_assets_path", lambda *_, **__: assets)
+    monkeypatch.setattr(names, "SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(names, "_convert", convert)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
-    found = models.names._unpacked("x", gguf_files.unpack(installed / models.names.FILE))
-    assert found.origin["file"] == models.names.FILE
-    assert json.loads((assets / models.names.SHA256 / "origin.json").read_text())["sha256"] == models.names.SHA256
+    found = names._unpacked("x", names.unpack(installed / names.FILE))
+    assert found.origin["file"] == names.FILE
+    assert json.loads((assets / names.SHA256 / "origin.json").read_text())["sha256"] == names.SHA256
     # Neither the package nor gguf is needed again.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: pytest.fail("looked for a package"))
     assert find_model("smollm2").name == "SmolLM2-135M-Instruct"
@@ -160,7 +160,7 @@ def tiny(tmp_path: Path) -> Path:
 def test_a_gguf_file_is_a_model_like_any_other(assets: Path, tiny: Path, tmp_path: Path) -> None:
     source = find_model(str(tiny))
     assert source.name == "tiny"
-    assert source.origin["sha256"] == gguf_files.file_sha256(tiny)
+    assert source.origin["sha256"] == names.file_sha256(tiny)
     model = load_model(source)
     assert model.dtype == torch.bfloat16
     whole = load_model(source, dtype=torch.float32)
