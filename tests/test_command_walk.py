@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import inspect
-import json
 import re
 import typing
 from pathlib import Path
@@ -15,13 +14,9 @@ import typer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
-from evals.triaxial.__main__ import app as triaxial
 from hfkvq.cli import app
 
-COMMANDS = {id(each): typer.main.get_command(each) for each in (app, triaxial)}
-
-TRIAXIAL = {"tag", "calibrate", "allocate"}
-"""Commands of `evals.triaxial`."""
+COMMAND = typer.main.get_command(app)
 
 OUTPUTS = {"out", "json_file"}
 """Parameters of files that are written; all other paths are read."""
@@ -32,7 +27,6 @@ SCHEMES += ["{empty}.json", "{garbage}.json", "{list}.json", "{preset}.json", "{
 SIZES = ["abc", "", "-1", "0", "5", "nan", "1e999GiB", "4XB"]
 WRONG: dict[str, list[str]] = {
     "model": MODELS,
-    "tokenizer": MODELS,
     "name": [],
     "prompt": [],
     "schemes": SCHEMES,
@@ -54,15 +48,11 @@ WRONG: dict[str, list[str]] = {
     "part": ["", "nosuch"],
     "field": ["", "nosuch"],
     "host": ["no.such.host.invalid", "", "999.1.1.1"],
-    "chat_format": ["nosuch", "{missing}.json", "{empty}.json", "{garbage}.json", "{list}.json", "{folder}.json"],
 }  # fmt: skip
 """Wrong values of every parameter that is a text; a new one needs an entry."""
 
 # Arguments beside the one that is wrong, by command.
 BASE: dict[str, list[str]] = {
-    "tag": ["--tokenizer", "reference", "--messages", "{messages}.jsonl"],
-    "calibrate": ["{messages}.jsonl", "--out", "{new}"],
-    "allocate": ["{sensitivity}.json"],
     "tune": ["kitty"],
     "warm": ["--preset", "kitty", "--gpu", "sm_90"],
 }
@@ -71,13 +61,12 @@ BESIDE: dict[tuple[str, str], list[str]] = {
     ("kld", "part"): ["--dataset", "{missing}"],
     ("kld", "field"): ["--text", "{messages}.jsonl"],
     ("tune", "tasks"): ["--objective", "tasks"],
-    ("allocate", "out"): ["--budget", "3"],
 }
 
 
-def commands(group, path=()):
-    """Every command of a typer app: its words, and its parameters by name, with type and description."""
-    for command in group.registered_commands:
+def commands():
+    """Every command: its name, and its parameters by name, with type and description."""
+    for command in app.registered_commands:
         name = command.name or command.callback.__name__
         hints = typing.get_type_hints(command.callback, include_extras=True)
         found = {}
@@ -86,9 +75,7 @@ def commands(group, path=()):
             kinds = [each for each in (typing.get_args(kind) or (kind,)) if each is not type(None)]
             inner = typing.get_args(kinds[0]) or (kinds[0],)
             found[parameter.name] = (inner[0], about, parameter.default is inspect.Parameter.empty)
-        yield (*path, name), found
-    for each in group.registered_groups:
-        yield from commands(each.typer_instance, (*path, *([each.name] if each.name else ())))
+        yield (name,), found
 
 
 def wrong_values(name, kind, about):
@@ -114,7 +101,7 @@ def wrong_values(name, kind, about):
 
 
 def cases():
-    for path, parameters in (*commands(app), *commands(triaxial)):
+    for path, parameters in commands():
         for name, (kind, about, required) in parameters.items():
             argument = type(about).__name__ == "ArgumentInfo"
             option = name if argument else (about.param_decls or (f"--{name.replace('_', '-')}",))[0].split("/")[0]
@@ -134,18 +121,6 @@ TEXTS = {
     "preset": '{"kind": "hfkvq preset", "scheme": {"scheme": "kitty", "boost_ratio": "much"}, "origin": {}}',
     "messages": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
     "torn": '{"messages": [{"role": "user", "content": "a"}]}\n{"messages": [{"ro',
-    "sensitivity": json.dumps(
-        {
-            "kind": "hfkvq.sensitivity",
-            "distortion": {"older|text|obs": [1.0, 0.5]},
-            "counts": {"older|text|obs": 3.0},
-            "origin": {
-                **dict.fromkeys(("model", "config", "template", "data"), "x"),
-                **{"requests": 1, "layers": [0], "versions": {}},
-            },
-            "shared_inst": True,
-        }
-    ),
 }
 
 
@@ -175,7 +150,7 @@ def no_weights(monkeypatch):
         monkeypatch.setattr(auto, "from_pretrained", loads)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     # Made once: it takes longer than most cases.
-    monkeypatch.setattr("typer.testing._get_command", lambda asked: COMMANDS[id(asked)])
+    monkeypatch.setattr("typer.testing._get_command", lambda asked: COMMAND)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
@@ -207,8 +182,7 @@ def test_wrong_arguments(files, tmp_path, monkeypatch, path, name, option, value
 
 def check_refusal(words, name, option):
     """The command says in one line what is wrong with the option."""
-    asked = triaxial if words[0] in TRIAXIAL else app
-    done = CliRunner().invoke(asked, words, env={"COLUMNS": "120"})
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "120"})
     said = f"hfkvq {' '.join(words)}\n{done.output}\n{done.exception!r}"
     assert done.exit_code == 2, said
     assert isinstance(done.exception, SystemExit), said

@@ -24,20 +24,6 @@ def rows():
     return list(leaderboard.rows())
 
 
-def test_the_page_holds_every_row(page, rows):
-    held = re.search(r"const ROWS = (\[.*?\n\]);", page, re.DOTALL)
-    assert json.loads(held[1]) == rows
-    names = {(row["name"], row["file"]) for row in rows}
-    for path in leaderboard.RESULTS.glob("kld-*.json"):
-        assert {
-            (row["name"], path.name) for row in json.loads(path.read_text())["rows"] if not row.get("simulated")
-        } <= names
-    real = "real-qwen2.5-coder-1.5b-h100.json"
-    scores = {row["name"]: row["measures"].get("GSM8K, %") for row in rows if row["file"] == real}
-    assert scores["DynamicCache"] == pytest.approx(49.36, abs=0.01)
-    assert {"kivi-2", "best-3.4"} <= scores.keys()
-
-
 def test_rows_say_where_they_come_from(rows):
     for row in rows:
         assert row["measures"], row

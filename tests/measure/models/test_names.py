@@ -58,15 +58,6 @@ def test_names(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_model("org/model") == models.Source("org/model", "org/model")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("./nowhere", "the folder ./nowhere does not exist"), ("nowhere.gguf", "the file nowhere.gguf does not exist")],
-)
-def test_nothing_there(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        find_model(name)
-
-
 def test_a_folder_is_loaded(stand_in: Path, tmp_path: Path) -> None:
     source = find_model(str(stand_in))
     model, tokenizer = load_model(source), load_tokenizer(source)

@@ -6,32 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from torch import Tensor
+from transformers import DynamicCache, Qwen3ForCausalLM
 
 from evals.reference.outliers import with_outliers
 from hfkvq.measure.reference import evaluation_set, load_reference, reference_path
 from hfkvq.measure.reference import model as model_module
-
-
-def tiny_qwen3() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=True,
-    )
-    model = Qwen3ForCausalLM(config).eval()
-    for module in model.modules():
-        if hasattr(module, "k_norm"):
-            nn.init.uniform_(module.k_norm.weight, 0.5, 2.0)
-            nn.init.uniform_(module.q_norm.weight, 0.5, 2.0)
-    return model
 
 
 @torch.inference_mode()
@@ -41,20 +21,6 @@ def run(model: Qwen3ForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
     logits = model(ids, past_key_values=cache).logits
     keys = [layer.keys for layer in cache.layers]
     return logits, torch.stack([key.abs().amax(dim=(0, 1, 2)) for key in keys])
-
-
-@pytest.mark.parametrize(("factor", "pairs"), [(8.0, 2), (10.0, 1), (3.0, 8)])
-def test_outliers_change_keys_and_not_logits(factor: float, pairs: int) -> None:
-    model = tiny_qwen3()
-    ids = torch.randint(64, (2, 40))
-    logits, ranges = run(model, ids)
-    changed = with_outliers(model, factor, pairs)
-    new_logits, new_ranges = run(changed, ids)
-    torch.testing.assert_close(new_logits, logits, atol=1e-4, rtol=0)
-    grown = (new_ranges / ranges).round().int()
-    assert (grown == round(factor)).sum(dim=-1).tolist() == [2 * pairs] * 2
-    assert (grown == 1).sum(dim=-1).tolist() == [16 - 2 * pairs] * 2
-    assert (grown[:, 8 - pairs : 8] == round(factor)).all()
 
 
 def test_missing_weights_name_both_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
