@@ -245,7 +245,7 @@ def measure_answers(
                 "name": name,
                 "model": title,
                 "scheme": None if scheme is None else scheme.to_dict(),
-                **_bill(memory.code_bits, memory.total_bits, memory.held),
+                **_bill(memory.code_bits, memory.total_bits, memory.held_bytes),
                 "kld": _short(float(part.mean()) for part in parts),
                 "right": right,
             }

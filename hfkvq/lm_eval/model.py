@@ -67,9 +67,9 @@ class Cost:
     generated_tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
-    held: int = 0
-    bf16: int = 0
-    sealed: int = 0
+    held: float = 0
+    bf16: float = 0
+    sealed: float = 0
     payload: float = 0.0
     keys: float = 0.0
     peak: int = 0
@@ -375,12 +375,12 @@ class HFKVQ(HFLM):
 
     def _count(self, cache: Cache, mask: Tensor) -> None:
         cost, memory = self._cost(), read_memory(cache, mask)
-        cost.held += memory.held
-        cost.bf16 += memory.bf16
+        cost.held += memory.held_bytes
+        cost.bf16 += memory.bf16_bytes
         if not math.isnan(memory.code_bits):
-            cost.sealed += memory.bf16
-            cost.payload += memory.code_bits * memory.bf16
-            cost.keys += memory.key_bits * memory.bf16
+            cost.sealed += memory.bf16_bytes
+            cost.payload += memory.code_bits * memory.bf16_bytes
+            cost.keys += memory.key_bits * memory.bf16_bytes
         cost.peak = max(cost.peak, _held(cache))
 
     # Log-likelihood

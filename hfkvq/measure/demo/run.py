@@ -115,7 +115,7 @@ def run_demo(
     for name, scheme in caches.items():
         scores: dict[str, _Score] = {batch.task: _Score() for batch in batches}
         spent = torch.zeros(4, dtype=torch.float64, device="cpu")
-        memory = None
+        memory, tokens = None, 0
         for index, (batch, count) in enumerate(zip(batches, counts, strict=True)):
             tell(name, batch.task)
             if index == 0 and device.type == "cuda":
@@ -137,7 +137,7 @@ def run_demo(
                 device="cpu",
             )
             if batch is measured:
-                memory = read_memory(mine.cache, batch.mask)
+                memory, tokens = read_memory(mine.cache, batch.mask), mine.cache.get_seq_length()
             done += work[index]
         assert memory is not None
         prompt_tokens, prompt_seconds, decode_tokens, decode_seconds = spent.tolist()
@@ -149,10 +149,10 @@ def run_demo(
                 "scheme": scheme.to_dict() if scheme else None,
                 "total_bits": memory.total_bits,
                 "code_bits": finite(memory.code_bits),
-                "held_bytes": memory.held,
-                "bf16_bytes": memory.bf16,
-                "ratio": memory.bf16 / memory.held,
-                "context_tokens": memory.tokens,
+                "held_bytes": memory.held_bytes,
+                "bf16_bytes": memory.bf16_bytes,
+                "ratio": memory.bf16_bytes / memory.held_bytes,
+                "context_tokens": tokens,
                 "accuracy": sum(x.right for x in scores.values()) / sum(x.total for x in scores.values()),
                 "agreement": sum(x.agreeing for x in scores.values()) / compared if compared else None,
                 "kl_mean": float(kl.mean()) if len(kl) else None,

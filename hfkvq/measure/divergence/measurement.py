@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -29,55 +28,16 @@ from .naming import OtherCache
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes of the layers that schemes compress.
-
-    Attributes:
-        held: every byte of codes, metadata, windows and tables.
-        bf16: the same tokens, without padding, in bf16.
-        code_bits: payload bits per element of sealed pages; NaN if none is sealed.
-        key_bits: mean width of the keys' channels there; see `MemoryReport.key_bits`.
-        tokens: columns of the cache, padding included.
-    """
-
-    held: int
-    bf16: int
-    code_bits: float
-    key_bits: float
-    tokens: int
-
-    @property
-    def total_bits(self) -> float:
-        """Bits per element, every byte counted."""
-        return 16 * self.held / self.bf16
-
-
-def read_memory(cache: Cache, mask: Tensor) -> Memory:
-    """Counts a cache's bytes; the mask (B, T) of the prompt tells tokens from padding."""
-    if isinstance(cache, MixedKVCache):
-        report = cache.memory()
-        held = report.compressed.total + report.staged
-        return Memory(held, report.bf16, report.code_bits, report.key_bits, report.seen)
-    tokens = cache.get_seq_length()
-    real = int(mask.sum()) + mask.shape[0] * (tokens - mask.shape[1])
-    # The exact type: sliding windows are its subclasses, which only caches of ours compress.
-    pairs: list[tuple[Any, Any]] = [(x.keys, x.values) for x in cache.layers if type(x) is DynamicLayer]
-    held = sum(keys.nbytes + values.nbytes for keys, values in pairs)
-    elements = sum(real * x.shape[1] * x.shape[3] for pair in pairs for x in pair)
-    bits = 8 * held / sum(x.numel() for pair in pairs for x in pair)
-    return Memory(held, 2 * elements, bits, bits, tokens)
-
-
-@dataclass(frozen=True)
 class Bill:
-    """Memory of a cache at the end of a window, mean over the windows.
+    """Memory of the layers of a cache that schemes compress.
 
     Attributes:
         code_bits: payload bits per element of sealed pages; NaN if none is sealed.
         total_bits: bits per element, every byte counted.
-        held_bytes: of one window's cache; NaN if it is simulated, and total bits computed from its format.
-        bf16_bytes: of the same tokens in bf16.
-        key_bits: mean width of the keys' channels, as raised; NaN where that is not known.
+        held_bytes: of codes, metadata, windows and tables; NaN if it is simulated, and total bits computed from its
+            format. Of a measurement, those of one window's cache at its end, the mean over the windows.
+        bf16_bytes: of the same tokens, without padding, in bf16.
+        key_bits: mean width of the keys' channels, as raised; see `MemoryReport.key_bits`. NaN where that is not known.
     """
 
     code_bits: float
@@ -85,6 +45,23 @@ class Bill:
     held_bytes: float
     bf16_bytes: float
     key_bits: float = math.nan
+
+
+def read_memory(cache: Cache, mask: Tensor) -> Bill:
+    """Counts a cache's bytes; the mask (B, T) of the prompt tells tokens from padding."""
+    if isinstance(cache, MixedKVCache):
+        report = cache.memory()
+        held, bf16 = report.compressed.total + report.staged, report.bf16
+        code_bits, key_bits = report.code_bits, report.key_bits
+    else:
+        real = int(mask.sum()) + mask.shape[0] * (cache.get_seq_length() - mask.shape[1])
+        # The exact type: sliding windows are its subclasses, which only caches of ours compress.
+        stock: list[Any] = [layer for layer in cache.layers if type(layer) is DynamicLayer]
+        pairs = [x for layer in stock for x in (layer.keys, layer.values)]
+        held, bf16 = sum(x.nbytes for x in pairs), 2 * real * sum(x.shape[1] * x.shape[3] for x in pairs)
+        # Nothing that a scheme would compress, if all layers are sliding windows.
+        code_bits = key_bits = 8 * held / sum(x.numel() for x in pairs) if pairs else math.nan
+    return Bill(code_bits, 16 * held / bf16 if bf16 else math.nan, held, bf16, key_bits)
 
 
 @dataclass(frozen=True)
@@ -232,51 +209,38 @@ def _maker(model: Any, preset: Preset | OtherCache, tokenizer: Any, tokens: Tens
 
 
 class _Collected:
-    """Collects one cache's tokens, window by window, and its memory."""
+    """One cache's tokens and bills, a batch of windows after another."""
 
     def __init__(self) -> None:
         self.batches: list[list[Tensor]] = []
-        self.bits = self.key_bits = self.held = self.bf16 = self.computed = 0.0
-        self.windows = 0
+        self.bills: list[tuple[int, Bill]] = []
 
     def add(self, parts: Iterable[tuple[Tensor, ...]], rows: int) -> None:
         # Chunks come flat, (B · t,).
         columns = zip(*parts, strict=True)
         self.batches.append([torch.cat([x.view(rows, -1) for x in column], 1) for column in columns])
 
-    def add_memory(self, cache: Cache, rows: int) -> None:
-        self.windows += rows
-        if isinstance(cache, DynamicCache) and not any(type(layer) is DynamicLayer for layer in cache.layers):
-            # Sliding windows alone: nothing that a scheme would compress.
-            self.bits = self.key_bits = math.nan
-            return
-        memory = read_memory(cache, torch.ones(rows, 1, dtype=torch.float32, device="cpu"))
-        self.held, self.bf16 = self.held + memory.held, self.bf16 + memory.bf16
-        self.bits, self.key_bits = self.bits + rows * memory.code_bits, self.key_bits + rows * memory.key_bits
+    def tensors(self, batches: int) -> list[Tensor]:
+        return [torch.cat(column) for column in zip(*self.batches[:batches], strict=True)]
 
-    def add_other(self, other: OtherCache, cache: Cache, rows: int, base: Bill) -> None:
-        """Adds the memory of a cache of others; the baseline tells how many bytes its tokens take in bf16."""
-        self.windows += rows
-        self.key_bits = math.nan
-        code_bits, total_bits = other.bits(cache)
-        self.bits, self.computed = self.bits + rows * code_bits, self.computed + rows * total_bits
-        self.held, self.bf16 = self.held + other.held_bytes(cache), self.bf16 + rows * base.bf16_bytes
+    def bill(self, batches: int) -> Bill:
+        """Mean over windows."""
+        bills = self.bills[:batches]
+        count = sum(rows for rows, _ in bills)
+        names = [field.name for field in fields(Bill)]
+        return Bill(**{name: sum(rows * getattr(bill, name) for rows, bill in bills) / count for name in names})
 
-    def so_far(self) -> _Collected:
-        """Windows that are collected by now."""
-        found = copy.copy(self)
-        found.batches = list(self.batches)
-        return found
 
-    def tensors(self) -> list[Tensor]:
-        return [torch.cat(column) for column in zip(*self.batches, strict=True)]
-
-    def bill(self) -> Bill:
-        n = self.windows
-        total = 16 * self.held / self.bf16 if self.bf16 else math.nan
+def _bill(cache: Cache, rows: int, preset: Preset | OtherCache | None, base: Bill | None) -> Bill:
+    """Memory of a window's cache in a batch; of a cache of others the baseline tells the bytes in bf16."""
+    if isinstance(preset, OtherCache):
+        assert base is not None
+        (code_bits, total), held = preset.bits(cache), preset.held_bytes(cache) / rows
         # Simulated caches hold nothing that could be counted.
-        total = self.computed / n if math.isnan(total) else total
-        return Bill(self.bits / n, total, self.held / n, self.bf16 / n, self.key_bits / n)
+        counted = base.bf16_bytes and not math.isnan(held)
+        return Bill(code_bits, 16 * held / base.bf16_bytes if counted else total, held, base.bf16_bytes)
+    found = read_memory(cache, torch.ones(rows, 1, dtype=torch.float32, device="cpu"))
+    return replace(found, held_bytes=found.held_bytes / rows, bf16_bytes=found.bf16_bytes / rows)
 
 
 class NotNumbers(ValueError):
@@ -305,13 +269,14 @@ class Stopped(KeyboardInterrupt):
 
 
 def _measured(
-    base: _Collected, collected: Mapping[str, _Collected], chosen: Mapping[str, Preset | OtherCache]
+    base: _Collected, collected: Mapping[str, _Collected], chosen: Mapping[str, Preset | OtherCache], batches: int
 ) -> Measured:
+    """Result of so many batches."""
     found = []
     for name, one in collected.items():
-        kld, loss, agrees = one.tensors()
-        found.append(Divergence(loss, one.bill(), name, chosen[name], kld, agrees))
-    return Measured(Perplexity(base.tensors()[0], base.bill()), tuple(found))
+        kld, loss, agrees = one.tensors(batches)
+        found.append(Divergence(loss, one.bill(batches), name, chosen[name], kld, agrees))
+    return Measured(Perplexity(base.tensors(batches)[0], base.bill(batches)), tuple(found))
 
 
 def _check(model: Any, tokens: Tensor, prefill: int, chunk: int, batch_size: int) -> None:
@@ -387,7 +352,7 @@ def measure(
     element = torch.finfo(model.dtype).bits // 8
     kept_bytes = batch_size * (tokens.shape[1] - prefill) * config.vocab_size * element
     work, done = len(tokens) * (1 + len(chosen)), 0
-    finished: tuple[_Collected, dict[str, _Collected]] | None = None
+    finished = 0
 
     def run(cache: Cache, batch: Tensor, name: str) -> Iterator[Tensor]:
         found = _predictions(model, batch, cache, prefill, chunk)
@@ -423,7 +388,7 @@ def measure(
                 else:
                     kept = None
                     base.add(((nll(p, y),) for p, y in zip(run(stock, batch, BASELINE), labels, strict=True)), rows)
-                base.add_memory(stock, rows)
+                base.bills.append((rows, _bill(stock, rows, None, None)))
                 del stock
                 done += rows
                 for name, preset in chosen.items():
@@ -433,20 +398,17 @@ def measure(
                     source = kept if kept is not None else run(DynamicCache(config=model.config), batch, BASELINE)
                     trio = zip(source, run(cache, batch, name), labels, strict=True)
                     collected[name].add(((x[0], x[2], x[3]) for x in (compare_logits(*each) for each in trio)), rows)
-                    if isinstance(preset, OtherCache):
-                        collected[name].add_other(preset, cache, rows, base.bill())
-                    else:
-                        collected[name].add_memory(cache, rows)
+                    collected[name].bills.append((rows, _bill(cache, rows, preset, base.bills[-1][1])))
                     done += rows
-                finished = base.so_far(), {name: one.so_far() for name, one in collected.items()}
+                finished += 1
     except KeyboardInterrupt:
-        raise Stopped(None if finished is None else _measured(*finished, chosen)) from None
+        raise Stopped(_measured(base, collected, chosen, finished) if finished else None) from None
     finally:
         if not attached:
             for cache in caches:
                 if isinstance(cache, MixedKVCache):
                     cache.detach()
-    return _measured(base, collected, chosen)
+    return _measured(base, collected, chosen, finished)
 
 
 def nll(logits: Tensor, labels: Tensor) -> Tensor:

@@ -63,11 +63,10 @@ def test_full_holds_the_same_tokens_as_the_stock_cache(subject: Subject, task: s
     batch = make_batches(subject, task, 3, 3, 0, 5)[0]
     stock = read_memory(answer(subject, batch, make_cache(subject, None)).cache, batch.mask)
     full = read_memory(answer(subject, batch, make_cache(subject, get_scheme("full"))).cache, batch.mask)
-    assert full.bf16 == stock.bf16
-    assert full.tokens == stock.tokens
+    assert full.bf16_bytes == stock.bf16_bytes
     # Padding and f32 are what the stock cache holds on top.
     rows, columns = batch.mask.shape
-    assert stock.held == 2 * stock.bf16 * rows * (columns + 4) / (int(batch.mask.sum()) + rows * 4)
+    assert stock.held_bytes == 2 * stock.bf16_bytes * rows * (columns + 4) / (int(batch.mask.sum()) + rows * 4)
     assert stock.code_bits == 32
 
 
