@@ -48,8 +48,9 @@ from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.caches.step_graphs import StepGraphs
 from hfkvq.caches.store import SIDES
 from hfkvq.kernels.pages import Side
-from hfkvq.measure.divergence import measure, report
+from hfkvq.measure.divergence import measure
 from hfkvq.measure.divergence.naming import OtherCache
+from hfkvq.measure.divergence.run import as_record
 from hfkvq.measure.divergence.windows import cut, find_texts
 from hfkvq.measure.models import find_model, load_model, load_tokenizer
 from hfkvq.measure.records import clock, commit, device_name, now, versions
@@ -154,7 +155,7 @@ def ladder(model: Any, tokens: Tensor, names: Any, given: argparse.Namespace, or
         schemes[theirs] = chosen[theirs].by_layer(layers)
         rooms[own] = rooms[theirs] = length - int((1 - stays) * given.prompt)
     found = measure(model, tokens, chosen, prefill=given.prompt, chunk=8, batch_size=given.batch_size)
-    record = report.as_record(found, 0, {}, names)
+    record = as_record(found, 0, {}, names)
     rows = []
     for row in record["rows"]:
         room = rooms.get(row["name"], length)

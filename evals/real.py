@@ -264,7 +264,8 @@ class Bench:
 
     def divergence(self, part: Part, preset: Any, name: str) -> Record:
         """Distance from `DynamicCache`; of the baseline itself its perplexity."""
-        from hfkvq.measure.divergence import measure, report
+        from hfkvq.measure.divergence import measure
+        from hfkvq.measure.divergence.run import as_record
         from hfkvq.measure.divergence.windows import cut, find_texts
 
         tokenizer = load_tokenizer(self.source)
@@ -272,7 +273,7 @@ class Bench:
         given = cut(texts, tokenizer, part.prompt + part.scored, part.limit or 16)
         chosen = {} if preset is None else {name: preset}
         options = {"prefill": part.prompt, "chunk": MANY, "batch_size": part.batch, "tokenizer": tokenizer}
-        record = report.as_record(measure(self.lm.model, given.tokens, chosen, **options), 0, {}, given.names)
+        record = as_record(measure(self.lm.model, given.tokens, chosen, **options), 0, {}, given.names)
         kept = {key: record[key] for key in ("windows", "tokens", "bootstrap", "baseline")}
         return {**kept, "tokens_sha256": given.sha256, **dict(zip(("row",), record["rows"], strict=False))}
 

@@ -43,7 +43,8 @@ from hfkvq.caches.store import kvstore
 from hfkvq.kernels.pages import PageFormat
 from hfkvq.kernels.quantize import dequantize_pages, quantize_pages
 from hfkvq.kernels.seal import channel_widths
-from hfkvq.measure.divergence import measure, report
+from hfkvq.measure.divergence import measure
+from hfkvq.measure.divergence.run import as_record
 from hfkvq.measure.divergence.windows import cut, find_texts
 from hfkvq.measure.models import find_model, load_model, load_tokenizer
 from hfkvq.measure.presets import page_bits
@@ -447,7 +448,7 @@ def main() -> None:
         begin = time.perf_counter()
         with mock.patch.object(kvstore, "write_pages", write_pages):
             measured = measure(model, windows.tokens, group, keep_bytes=2**33, **options)
-        record = report.as_record(measured, 0, about, windows.names)
+        record = as_record(measured, 0, about, windows.names)
         for row, preset in zip(record["rows"], group.values(), strict=True):
             if isinstance(preset.scheme, Trellis):
                 for key in ("held_bytes", "total_bits", "code_bits", "key_bits"):
