@@ -59,7 +59,7 @@ def read_memory(cache: Cache, mask: Tensor) -> Bill:
         stock: list[Any] = [layer for layer in cache.layers if type(layer) is DynamicLayer]
         pairs = [x for layer in stock for x in (layer.keys, layer.values)]
         held, bf16 = sum(x.nbytes for x in pairs), 2 * real * sum(x.shape[1] * x.shape[3] for x in pairs)
-        # Nothing that a scheme would compress, if all layers are sliding windows.
+        # Models of sliding windows alone have nothing that a scheme would compress.
         code_bits = key_bits = 8 * held / sum(x.numel() for x in pairs) if pairs else math.nan
     return Bill(code_bits, 16 * held / bf16 if bf16 else math.nan, held, bf16, key_bits)
 
