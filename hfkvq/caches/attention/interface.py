@@ -1,12 +1,12 @@
 """The attention and mask functions that Transformers finds under the name "hfkvq".
 
 Dense keys and values, of prompts and of plain tensors that are none of ours, go to stock sdpa where it has every
-argument; else to the modeling file's own eager attention, or, of a prompt that is an operation of a compiled model and
-knows no module, a few queries at a time. Causal prompts behind a context get no mask where flash attention takes them:
-a mask of Q x T columns would rule out the fastest kernels, and query heads that share keys would each get a copy of
-them. Queries are rotated instead of the context.
+argument; else to the modeling file's own eager attention. Causal prompts behind a context get no mask where flash
+attention takes them: a mask of Q x T columns would rule out the fastest kernels, and query heads that share keys would
+each get a copy of them. Queries are rotated instead of the context.
 
-In a recorded step, attention is one opaque operation a layer. All other calls on handles go to the layer's `forward`.
+In a recorded step, attention is one opaque operation a layer. A prompt of a compiled model is taken between the
+compiler's graphs. All other calls on handles go to the layer's `forward`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import sys
 import threading
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,12 +41,9 @@ from ..base.model_config import TOUCHES_KEYS
 from ..base.recorded import is_captured, is_recorded
 from ..layer_state.smoothing import note_queries
 from ..layers.handle import layer_of
-from ..steps.step_buffer import OWNERS, StepKV
+from ..steps.step_buffer import StepBuffer, StepKV
 from ..store import SIDES, KVStore
 from .mla import absorb_queries, values_from_latents
-
-_CHUNK = 512
-"""Queries whose logits are held at a time, where PyTorch's own attention lacks an argument."""
 
 
 class _WithoutCudnn:
@@ -140,7 +136,7 @@ def dense_attention(
     """Attention over dense keys and values, as the model would do it without us.
 
     Args:
-        module: the attention module; None where there is none.
+        module: the attention module.
         query: (B, Hq, Q, D), after RoPE; keys and values are (B, H, T, D) and (B, H, T, Dv).
         arguments: of the call; no mask that is causal is aligned to the newest token.
         **kwargs: of the call, as the model gave them; they say softcap, sinks and bias again.
@@ -159,10 +155,6 @@ def dense_attention(
             mask = mask.triu(columns - queries - window + 1)
     if mask is not None and not mask.is_floating_point() and mask.dtype != torch.bool:
         mask = mask.bool()
-    if module is None and (arguments.softcap or arguments.sinks is not None):
-        return _chunked_attention(query, keys, values, arguments._replace(mask=mask)), None
-    if module is None:
-        module, kwargs = SimpleNamespace(num_key_value_groups=query.shape[1] // keys.shape[1]), {"is_causal": causal}
     scaling, special = arguments.scaling, any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks"))
     if not special and not kwargs.get("output_attentions"):
         return ALL_ATTENTION_FUNCTIONS["sdpa"](
@@ -184,95 +176,48 @@ def _triangle(query: Tensor, columns: int) -> Tensor:
     return mask.tril(columns - queries)[None, None]
 
 
-def _chunked_attention(query: Tensor, keys: Tensor, values: Tensor, arguments: AttentionArguments) -> Tensor:
-    """Attention with softcap and sinks, a few queries at a time: (B, Q, Hq, Dv)."""
-    share, columns = query.shape[1] // keys.shape[1], keys.shape[2]
-    keys, values = (x.float().repeat_interleave(share, 1) for x in (keys, values))
-    mask, softcap, sinks, outs = arguments.mask, arguments.softcap, arguments.sinks, []
-    if mask is None and arguments.causal:
-        mask = _triangle(query, columns)
-    for first in range(0, query.shape[2], _CHUNK):
-        own = query[:, :, first : first + _CHUNK].float()
-        logits = own @ keys.transpose(-1, -2) * arguments.scaling
-        if softcap:
-            logits = torch.tanh(logits / softcap) * softcap
-        if mask is not None:
-            shown = mask if mask.shape[2] == 1 else mask[:, :, first : first + _CHUNK]
-            logits = logits + shown if mask.is_floating_point() else logits.masked_fill(~shown, -torch.inf)
-        if sinks is not None:
-            extra = sinks.float().view(1, -1, 1, 1).expand(logits.shape[0], -1, own.shape[2], 1)
-            logits = torch.cat([logits, extra], -1)
-        probs = torch.softmax(logits, -1).nan_to_num(0.0)[..., :columns]
-        outs.append((probs @ values).to(query.dtype))
-    return torch.cat(outs, 2).transpose(1, 2).contiguous()
-
-
-# Older releases have no such tag, and no graphs in parts either.
-_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-
-
-@torch.library.custom_op("hfkvq::prompt", mutates_args=("buffer",), tags=_TAGS)
-def _prompt(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+@torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
+def prompt_outside(
+    module: torch.nn.Module,
+    query: Tensor,
+    buffer: StepBuffer,
+    keys: Tensor,
+    values: Tensor,
+    tiles: int,
     mask: Tensor | None,
-    sinks: Tensor | None,
-    buffer: Tensor,
-    scaling: float,
-    softcap: float,
-    causal: bool,
-) -> Tensor:
-    owner = OWNERS.get(buffer.data_ptr())
-    if owner is None:
-        raise RuntimeError("hfkvq::prompt: this buffer belongs to no cache layer; pass the layer's own.")
-    # A prompt is taken as by an eager forward: (B, Hq, Q, Dv). A mask may have the capacity's columns.
-    layer = owner.layer
-    layer.update(k, v)
+    more: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of a prompt in a compiled model: taken as by an eager forward, between the compiler's graphs."""
+    layer = buffer.layer
+    handles = layer.update(keys, values)
+    handles = [x.repeat(1, tiles, 1, 1) for x in handles] if tiles > 1 else handles
+    # A mask may have the capacity's columns.
     mask = None if mask is None else mask[..., layer.seen - layer.columns : layer.seen]
-    arguments = AttentionArguments(scaling, mask, softcap, sinks, None, causal)
-
-    def dense() -> Tensor:
-        held = layer.dense("keys"), layer.dense("values")
-        given = (torch.cat(held, -1), held[0]) if layer.latents else held
-        return dense_attention(None, q, *given, arguments)[0].transpose(1, 2)
-
-    return layer.forward(q, arguments.explicit(q, layer.columns), dense, mask).contiguous()
+    return hfkvq_attention(module, query, *handles, mask, **more)
 
 
-@_prompt.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    # Queries of latents are as wide as a latent and its rotary part together.
-    return q.new_empty((*q.shape[:3], (v if q.shape[-1] == k.shape[-1] else k).shape[-1]))
+def _is_step(buffer: StepBuffer, query: Tensor, arguments: AttentionArguments) -> bool:
+    """True if a recorded forward is a step: of one query, or up to 16 without a mask, once every row has tokens.
+
+    The first tokens of a row may be padding; and so may any of several, if there is a mask.
+    """
+    several = not buffer.trims and arguments.mask is None and query.shape[2] <= MAX_STEP
+    # With padding within rows, generate makes no masks outside the graph, which is when trims run.
+    unwatched = buffer.trims and buffer.sync.holes
+    return buffer.sync.ready and (query.shape[2] == 1 or several) and not unwatched
 
 
 def recorded_attention(new: StepKV, query: Tensor, arguments: AttentionArguments) -> Tensor:
-    """Attention in a recorded step: one opaque operation, (B, Hq, Q, D) to (B, Hq, Q, Dv).
-
-    One query is a step, and so are up to 16 without a mask, once every row has tokens. Else it is a prompt, whose
-    operation does what an eager prompt does, outside CUDA graphs.
-    """
-    buffer, queries = new.buffer, query.shape[2]
+    """Attention in a recorded step: one opaque operation, (B, Hq, Q, D) to (B, Hq, Q, Dv)."""
+    buffer, keys = new.buffer, new.keys
+    scaling, mask, softcap, sinks, *_ = arguments
     assert buffer.tensor is not None, "initialized before"
-    if queries <= MAX_STEP:
-        # A step takes any mask that can be broadcast.
-        arguments = arguments.explicit(query, 1)
-    scaling, mask, softcap, sinks, _, causal = arguments.biased()
-    # The first tokens of a row may be padding; and so may any of several, if there is a mask.
-    several = not buffer.trims and mask is None and queries <= MAX_STEP
-    # With padding within rows, generate makes no masks outside the graph, which is when trims run.
-    unwatched = buffer.trims and buffer.sync.holes
-    if buffer.sync.ready and (queries == 1 or several) and not unwatched:
-        memory = buffer.tensor, buffer.pages
-        keys, smoothing = new.keys, buffer.layer.smoothing
-        if buffer.queries is not None:
-            buffer.queries.note(query, keys.shape[2], arguments)
-        if smoothing is not None:
-            query, keys = smoothing.both(query, keys)
-        return step(query, keys, new.values, mask, sinks, *memory, scaling, softcap, buffer.spec)
-    if is_captured():
-        raise RuntimeError("A CUDA graph cannot take this step: it is a prompt, or one whose mask hides new tokens.")
-    return _prompt(query, new.keys, new.values, mask, sinks, buffer.tensor, scaling, softcap, causal)
+    smoothing = buffer.layer.smoothing
+    if buffer.queries is not None:
+        buffer.queries.note(query, keys.shape[2], arguments)
+    if smoothing is not None:
+        query, keys = smoothing.both(query, keys)
+    return step(query, keys, new.values, mask, sinks, buffer.tensor, buffer.pages, scaling, softcap, buffer.spec)
 
 
 def hfkvq_attention(
@@ -312,12 +257,20 @@ def hfkvq_attention(
         _refuse_weights(module)
     # Autocast may cast what is stored, and not what asks for it.
     query = query.to(layer.dtype)
+    if isinstance(key, StepKV):
+        # A step takes any mask that can be broadcast.
+        arguments = (arguments.explicit(query, 1) if query.shape[2] <= MAX_STEP else arguments).biased()
+        if not _is_step(key.buffer, query, arguments):
+            if is_captured():
+                raise RuntimeError(
+                    "A CUDA graph cannot take this step: it is a prompt, or one whose mask hides new tokens."
+                )
+            more = kwargs | {"dropout": dropout, "scaling": scaling}
+            return prompt_outside(module, query, key.buffer, key.keys, key.values, key.tiles, attention_mask, more)
     latents, tiles = layer.latents, key.tiles  # type: ignore[attr-defined]
     asked, after = query, None
     if latents:
-        # A prompt that is an operation of a compiled model knows no module that could expand latents.
-        absorbs = query.shape[2] <= MAX_STEP or isinstance(key, StepKV)
-        asked = absorb_queries(module, query) if absorbs else query
+        asked = absorb_queries(module, query) if query.shape[2] <= MAX_STEP else query
         after = partial(values_from_latents, module)
     elif tiles > 1:
         # Heads come ``tiles`` times one after another; pages want those of each KV head in a row.

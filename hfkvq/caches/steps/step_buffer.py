@@ -10,7 +10,6 @@ layer, over the same tensors. A buffer's sizes are its `StepPlan`, which `make_p
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,10 +140,6 @@ def _blocks_ahead(store: KVStore, new: int, most: int, before: StepPlan | None, 
         return before.blocks
     last = -(-held // page)
     return (*have[:-1], last if fixed and not store.format.ordered else max(have[-1], last))
-
-
-OWNERS: weakref.WeakValueDictionary[int, StepBuffer] = weakref.WeakValueDictionary()
-"""Buffers by their address, for prompts of compiled models."""
 
 
 LEAST_HEADROOM = 128
@@ -296,7 +291,6 @@ class StepBuffer(Part):
         self.tensor, self.pages, self.plan, self.spec = tensor, pages, plan, plan.spec
         with torch.inference_mode(False):
             self.state = state = views_of_buffer(tensor, plan, pages)
-        OWNERS[tensor.data_ptr()] = self
         self.sync.buffers = None
         if old is not None and old.query.shape == state.query.shape and old.query.device == device:
             state.query.copy_(old.query)
@@ -378,7 +372,6 @@ class StepBuffer(Part):
         """Takes over a buffer in which no step is pending, or that of a layer that is gone: see `forget`."""
         self.tensor, self.pages, self.state, self.plan = allocation
         self.spec, self.room = allocation.plan.spec, room
-        OWNERS[allocation.tensor.data_ptr()] = self
 
     def close(self) -> None:
         """Lets the device's counters count what the last step has sealed; asks it nothing."""
