@@ -143,7 +143,6 @@ class MixedKVCache(Cache):
     """
 
     saved_ids: Tensor | None = None
-    _known_architecture: dict[str, str] | None = None
     _compiled: Any = None
     """Device for which the layers' kernels have been compiled, and whether for steps of several tokens."""
 
@@ -245,7 +244,7 @@ class MixedKVCache(Cache):
     def attach(self, model: torch.nn.Module | None = None) -> None:
         """Shows the cache its model, and switches attention to "hfkvq", as the constructor does with a model.
 
-        A cache made from a config, or loaded with pickle, needs it. Attention is not switched for models that look no
+        A cache made from a config needs it. Attention is not switched for models that look no
         implementation up (Falcon, for example). None stands for the model that the cache knows.
 
         Raises:
@@ -254,7 +253,7 @@ class MixedKVCache(Cache):
         if model is not None:
             text = text_config(model.config)  # type: ignore[arg-type]
             if config_hash(text) != self.architecture()["config"]:
-                known = self.config.model_type and differing(config_fields(self.config), config_fields(text))
+                known = differing(config_fields(self.config), config_fields(text))
                 raise ValueError(
                     f"model: got a {type(model).__name__} of another config than the cache was made for"
                     f"{known and f', which differs in {known}'}; make a cache for this model."
@@ -295,7 +294,7 @@ class MixedKVCache(Cache):
 
     @property
     def attached(self) -> bool:
-        """True if attention is "hfkvq"; not for a cache from a pickle before `attach` shows it its model."""
+        """True if attention is "hfkvq"."""
         return self.config._attn_implementation_internal == NAME
 
     @property
@@ -725,7 +724,7 @@ class MixedKVCache(Cache):
         if unnamed:
             raise ValueError(
                 f"scheme: {unnamed[0]} has no name under which a file could be read again; give the class a name "
-                "(CONTRIBUTING.md says how), or keep the cache with pickle."
+                "(CONTRIBUTING.md says how)."
             )
         layers, tensors = [], {}
         for i, layer in enumerate(self.layers):
@@ -739,7 +738,7 @@ class MixedKVCache(Cache):
             tensors["token_ids"] = token_ids
         description = {
             "scheme": self.preset.to_dict(),
-            "model": self.architecture() | ({"fields": config_fields(self.config)} if self.config.model_type else {}),
+            "model": self.architecture() | {"fields": config_fields(self.config)},
             "max_cache_len": self._capacity,
             "tokens": seen,
             "holes": any(layer.buffer is not None and layer.buffer.sync.holes for layer in self.compressed_layers),
@@ -774,7 +773,7 @@ class MixedKVCache(Cache):
             made = cls.of_preset(model_or_config, preset, max_cache_len=capacity, **options)
             theirs, own = description["model"], made.architecture()
             if theirs["config"] != own["config"]:
-                fields = differing(theirs["fields"], config_fields(made.config)) if "fields" in theirs else ""
+                fields = differing(theirs["fields"], config_fields(made.config))
                 raise ValueError(
                     f"its config is that of another model (a {theirs['type']}) than this one (a {own['type']})"
                     f"{fields and f', which differs in {fields}'}; compute the prompt again"
@@ -827,10 +826,8 @@ class MixedKVCache(Cache):
             raise ValueError("it has tags of tokens; load it with TriAxialCache.load(path, model, tokenizer=tokenizer)")
 
     def architecture(self) -> dict[str, str]:
-        """Type and config of the model; a cache from a pickle remembers them until it meets its model."""
-        own = getattr(self.config, "model_type", "")
-        known = None if own else self._known_architecture
-        return known or {"type": own, "config": config_hash(self.config)}
+        """Type and config of the model."""
+        return {"type": self.config.model_type, "config": config_hash(self.config)}
 
     # Copies.
 
@@ -850,16 +847,9 @@ class MixedKVCache(Cache):
         assert sync is not None, "steps were captured"
         return StepGraphs(self, self.preset, sync, self.budget is None)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the config, which belongs to the model."""
-        state = {key: value for key, value in self.__dict__.items() if key not in ("config", "_model")}
-        return state | {"graphs": self.graphs is not None, "_known_architecture": self.architecture()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a saved cache; an empty stand-in takes the config's place, and `detach` has nothing to undo."""
-        self.__dict__.update(state, config=PreTrainedConfig(), _model=None)
-        self.graphs = self._new_graphs() if state["graphs"] else None
-        register()
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError: files are the one way to keep a cache, and nothing in them is unpickled."""
+        raise TypeError(f"{type(self).__name__}: caches are not pickled; cache.save(path) and load keep one.")
 
 
 def _check_evict(evict: Any, memory: Any, capacity: int | None, text: PreTrainedConfig) -> None:

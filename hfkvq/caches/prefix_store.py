@@ -582,7 +582,7 @@ class PrefixStore:
                 "store.match(token_ids), or a store of its scheme."
             )
         if cache.architecture()["config"] != self._architecture["config"]:
-            fields = differing(self._fields, config_fields(cache.config)) if cache.config.model_type else ""
+            fields = differing(self._fields, config_fields(cache.config))
             said = f", and differs in {fields}" if fields else ""
             raise ValueError(
                 f"cache: its config is that of another model than the store's{said}; make another store for it."

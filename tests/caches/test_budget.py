@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-import pickle
 import random
 import weakref
 from contextlib import contextmanager
@@ -328,12 +327,6 @@ class History:
         assert same_bits(before, bits(self.cache))
         assert self.cache.budget is not old.budget
 
-    def pickled(self):
-        before = bits(self.cache)
-        self.cache = pickle.loads(pickle.dumps(self.cache))
-        self.cache.attach(self.model)
-        assert same_bits(before, bits(self.cache))
-
     def saved(self):
         before, rungs, limit = bits(self.cache), self.cache.budget.rungs, self.limit
         self.cache.save(self.path)
@@ -367,7 +360,7 @@ class History:
         self.seen, self.rows = 0, self.random.choice([1, 2])
 
     def run(self, events):
-        more = ("crop", "reorder", "repeat", "select", "copied", "pickled", "saved", "limited", "reset")
+        more = ("crop", "reorder", "repeat", "select", "copied", "saved", "limited", "reset")
         for _ in range(events):
             prompts = ["prompt"] * (6 if "evict" in self.options else 2)
             name = self.random.choice([*prompts, "steps", "several", "steps", *more])

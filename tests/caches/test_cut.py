@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -153,7 +152,7 @@ def test_what_else_attention_is_given(more, monkeypatch):
 
 def test_what_moves_before_tiers_are_final():
     """A layer that has not seen the prompt yet: the others' rows move, a copy is made, a step comes."""
-    for change in ("reorder", "copy", "step", "pickle"):
+    for change in ("reorder", "copy", "step"):
         layers = layers_of({}, 2)
         first, last = layers
         forward(first, *tensors(0, 2, 90, 1))
@@ -162,8 +161,6 @@ def test_what_moves_before_tiers_are_final():
             first.reorder_cache(torch.tensor([1, 0]))
         elif change == "copy":
             first, last = copy.deepcopy(layers)
-        elif change == "pickle":
-            first, last = pickle.loads(pickle.dumps(layers))
         else:
             forward(first, *tensors(0, 2, 1, 2))
         forward(last, *tensors(1, 2, 90, 3))

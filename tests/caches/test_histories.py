@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import pickle
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +67,6 @@ MODES = {"grad": contextlib.nullcontext, "no grad": torch.no_grad, "inference": 
 
 COPIES = {
     "deepcopy": lambda subject: copy.deepcopy(subject.cache),
-    "pickle": lambda subject: pickle.loads(pickle.dumps(subject.cache)),
     "file": lambda subject: _through_file(subject),
 }
 

@@ -6,7 +6,6 @@ The reference is a twin whose layers each ask the device, because its record of 
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -202,9 +201,9 @@ def test_routes_are_of_tags_as_they_are(change):
     record.tag_prompt(torch.arange(20).view(2, 10), None, 0)
     shared = record.shared_tags(device)
     assert record.shared_tags(device) is shared
-    for other in (copy.deepcopy(record), pickle.loads(pickle.dumps(record))):
-        assert other._shared == {}
-        assert torch.equal(other.shared_tags(device).codes, shared.codes)
+    other = copy.deepcopy(record)
+    assert other._shared == {}
+    assert torch.equal(other.shared_tags(device).codes, shared.codes)
     assert record.shared_tags(device) is shared
     CHANGES[change](record)
     new = record.shared_tags(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -263,6 +264,11 @@ def test_other_files(tmp_path):
     (tmp_path / "text").write_text("prompt")
     with pytest.raises(ValueError, match="is not a saved cache, or is truncated"):
         MixedKVCache.load(tmp_path / "text", model)
+
+
+def test_pickle_names_the_way_to_keep_a_cache(model):
+    with pytest.raises(TypeError, match=r"MixedKVCache: caches are not pickled; cache\.save\(path\)"):
+        pickle.dumps(MixedKVCache(model, "full"))
 
 
 def test_what_fails_leaves_the_file_that_was_there(file, monkeypatch):

@@ -80,12 +80,6 @@ class Group(Generic[M]):
         new._members = [weakref.ref(copy.deepcopy(member, memo)) for member in self.members]
         return new
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_members": self.members}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _members=[weakref.ref(member) for member in state["_members"]])
-
 
 class DeviceSync(Group[Any]):
     """Host's record of steps that did not pass through Python.
@@ -131,9 +125,11 @@ class DeviceSync(Group[Any]):
         seen = {member.layer.seen for member in self.members}
         return len(seen) == 1 and seen.pop() > before
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but graphs; references that can be saved."""
-        return super().__getstate__() | {"buffers": None}
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceSync:
+        """Everything but graphs, of the same layers' copies."""
+        new = super().__deepcopy__(memo)
+        new.buffers = None
+        return new
 
     def count(self, tokens: int) -> None:
         """Notes a graph step of so many tokens."""

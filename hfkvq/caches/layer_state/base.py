@@ -118,21 +118,13 @@ class Part:
         assert layer is not None, "a part is held by its layer"
         return layer
 
-    def attach(self, layer: LayerBase) -> None:
-        """Makes it this layer's part, after a copy or from a file."""
-        self._layer = weakref.ref(layer)
-
     def copy_for(self, layer: LayerBase, memo: dict[int, Any]) -> Any:
         """A copy for the copy of its layer, which shares everything with it but what the layer replaces."""
         new = memo[id(self)] = copy.copy(self)
-        new.attach(layer)
+        new._layer = weakref.ref(layer)
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The part of the layer's copy."""
         copy.deepcopy(self.layer, memo)
         return memo[id(self)]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the layer, which attaches its parts again."""
-        return {name: value for name, value in self.__dict__.items() if name != "_layer"}

@@ -171,18 +171,10 @@ class TokenRecord:
     @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, object]) -> TokenRecord:
         new = copy.copy(self)
+        # What layers share is of the forward that runs.
+        new._shared, new._taken = {}, 0
         new.ids, new.tags = (None if x is None else x.clone() for x in (self.ids, self.tags))
         return new
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but what layers share; of copies as well."""
-        return self.__dict__ | {"_shared": {}, "_taken": 0}
-
-    @outside_inference_mode
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Inverse of `__getstate__`; its tensors are written to in place."""
-        self.__dict__.update(state)
-        self.ids, self.tags = (None if x is None else x.clone() for x in (self.ids, self.tags))
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Ids and tags, for a file; without those that are only expected."""

@@ -123,9 +123,6 @@ class PaddingReader:
         """A fresh reader: it holds nothing worth copying."""
         return PaddingReader()
 
-    def __reduce__(self) -> tuple[type[PaddingReader], tuple[()]]:
-        return PaddingReader, ()
-
     def read(self, mask: Tensor, seen: int, tokens: int, lengths: Tensor) -> Padding | None:
         """Padding among the newest ``tokens`` of ``seen`` columns, or None. Asks the device, once for each mask.
 

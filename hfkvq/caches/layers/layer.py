@@ -16,7 +16,7 @@ from hfkvq.kernels.decode import START, sealed_count
 from hfkvq.kernels.dispatch import exact
 from hfkvq.kernels.pages import Side
 
-from ..base import outside_inference_mode, warn_once
+from ..base import warn_once
 from ..base.recorded import is_captured, is_recorded
 from ..eviction.evictor import Eviction
 from ..eviction.forgetting import cut_prompt
@@ -725,24 +725,3 @@ class KVLayer(CacheLayerMixin):
             new.buffer.sync = copy.deepcopy(new.buffer.sync, memo)
             new.buffer.bind()
         return new
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything, with tensors of their own in place of views of the buffer."""
-        if self.buffer is None:
-            return dict(self.__dict__)
-        self.buffer.catch_up()
-        return self.__dict__ | {"store": copy.deepcopy(self.store)}
-
-    @outside_inference_mode
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if self.store is not None and self.store.counters.is_inference():
-            # Read in inference mode, where nothing can be written to that is made.
-            self.store, self.queries = copy.deepcopy(self.store), copy.deepcopy(self.queries)
-            if self.buffer is not None:
-                self.buffer.queries = self.queries
-        for part in (self.eviction, self.buffer):
-            if part is not None:
-                part.attach(self)
-        if self.buffer is not None:
-            self.buffer.bind()

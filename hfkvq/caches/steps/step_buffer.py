@@ -559,8 +559,9 @@ class StepBuffer(Part):
         layer.staged, layer.new_columns = None, 0
         return out
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the buffer; of copies as well."""
-        room = self.layer.capacity or 0
-        gone = dict.fromkeys(("tensor", "pages", "state", "plan"))
-        return super().__getstate__() | gone | {"spec": "", "room": room}
+    def copy_for(self, layer: LayerBase, memo: dict[int, Any]) -> Any:
+        """A copy for the copy of its layer, without the buffer."""
+        new = super().copy_for(layer, memo)
+        new._release()
+        new.room = layer.capacity or 0
+        return new

@@ -25,7 +25,7 @@ EMPTY = frozenset({RowState(0, 0, 0)})
 
 
 def as_bytes(part: Tensor) -> Tensor:
-    """The same tensor, fp8 viewed as bytes: PyTorch indexes fp8 on some devices only, and cannot unpickle it."""
+    """The same tensor, fp8 viewed as bytes: PyTorch indexes fp8 on some devices only."""
     return part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
 
 
@@ -214,18 +214,3 @@ class StoreState:
 
     def tensors(self) -> Sequence[Tensor]:
         return [self.counters, self.dropped, *self.windows, *self.flat_runs()]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything, with fp8 as bytes: PyTorch cannot unpickle it."""
-        return self.map(as_bytes).__dict__
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        runs = []
-        for view, formats in zip(self.runs, self.format.runs, strict=True):
-            sides = [
-                [part.view(torch.float8_e4m3fn), *others] if fmt.bits == 8 else [part, *others]
-                for fmt, (part, *others) in zip(formats, (view.keys, view.values), strict=True)
-            ]
-            runs.append(RunView(view.table, view.pos, *sides))
-        self.__dict__["runs"] = tuple(map(hosted, runs)) if self.offloaded else tuple(runs)
