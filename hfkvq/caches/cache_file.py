@@ -256,14 +256,10 @@ def _head(path: Path, text: str) -> dict[str, Any]:
         raise ValueError(f"path: {path} is damaged ({error}); save it again.") from None
     if kind != KIND:
         raise ValueError(f"path: {path} is not a saved cache; cache.save(path) writes one.")
-    if version > VERSION:
+    if version != VERSION:
         raise ValueError(
-            f"path: {path} is of version {version}, and this hfkvq ({__version__}) reads {VERSION}; install hfkvq "
-            f"{release} or newer, or save it again."
-        )
-    if version < VERSION:
-        raise ValueError(
-            f"path: {path} was written by an older hfkvq ({release}), format {version} of {VERSION}; save it again."
+            f"path: {path} is of version {version}, of hfkvq {release}; hfkvq {__version__} reads {VERSION}; "
+            "load it with that release, or save it again."
         )
     if not all(isinstance(head.get(name), str) for name in ("sha256", "description")):
         raise ValueError(f"path: {path} is damaged (it lacks a description or a checksum); save it again.")

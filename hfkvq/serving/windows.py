@@ -23,12 +23,12 @@ from hfkvq.caches import Scheme
 from hfkvq.caches.layer_state.query_statistics import QueryStatistics
 from hfkvq.caches.steps.step_buffer import sealing_rules
 from hfkvq.caches.store import KVStore, Ragged, StoreState
-from hfkvq.caches.store.row_lengths import RowState, WindowSizes, sealed_target
+from hfkvq.caches.store.row_lengths import RowState, WindowSizes
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import START, sealed_count
 from hfkvq.kernels.pages import SIDES, RunView
 from hfkvq.kernels.step import StepPlan, StepState, attend_and_seal
-from hfkvq.kernels.windows import tokens_due_by_row
+from hfkvq.kernels.windows import tokens_due, tokens_due_by_row
 
 from .pages import CompressedPages, arguments_of, prompt_attention, typed
 
@@ -238,7 +238,7 @@ class WindowedPages(CompressedPages):
 
     def sealed(self, tokens: int, side: int) -> int:
         """Number of sealed tokens among so many, of keys (0) or values (1)."""
-        return sealed_target(max(tokens - self.sizes.sink, 0), 0, self.sizes.local[side], self.sizes.unit[side])
+        return tokens_due(max(tokens - self.sizes.sink, 0), 0, self.sizes.local[side], self.sizes.unit[side])
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks of a request: for what is sealed, and one at least."""

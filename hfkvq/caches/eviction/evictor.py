@@ -264,7 +264,8 @@ class Eviction(Part, Generic[S]):
     def lets_step_pass(self) -> bool:
         """True if a step of one token needs no trim, and its queries nobody."""
         layer = self.layer
-        return not self.asks_every_step and layer.seen < self.full_at and bool(layer.held().forecast(1).shortest)
+        begun = all(state.length for state in layer.held().states)
+        return not self.asks_every_step and layer.seen < self.full_at and begun
 
     def before_begin(self) -> bool:
         """Notes for which rows the coming call is a prompt; whether its queries are to be kept."""

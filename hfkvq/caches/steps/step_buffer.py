@@ -525,7 +525,7 @@ class StepBuffer(Part):
         if not 0 < tokens == queries <= self.most_tokens():
             return False
         # A row's first tokens may be padding. Room is found whether or not a trim is due.
-        if not layer.held().forecast().shortest or not self.find_room(layer.seen):
+        if not all(state.length for state in layer.held().states) or not self.find_room(layer.seen):
             return False
         if tokens > 1 and (arguments.mask is not None or not arguments.causal):
             return False

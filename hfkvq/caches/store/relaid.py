@@ -20,12 +20,12 @@ from hfkvq.kernels.hadamard import hadamard
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.quantize import dequantize_pages
 from hfkvq.kernels.step import StepPlan, StepState
-from hfkvq.kernels.windows import tokens_due_by_row
+from hfkvq.kernels.windows import tokens_due, tokens_due_by_row
 
 from ..base import outside_inference_mode
 from ..schemes.base import Layout, Scheme
 from .kvstore import write_pages
-from .row_lengths import RowState, WindowSizes, sealed_target
+from .row_lengths import RowState, WindowSizes
 from .state import SIDES, StoreState, as_bytes
 
 MOST = 8192
@@ -207,7 +207,7 @@ def relaid(
         if side in changes:
             counters[RUNS + at] = sealed = tokens_due_by_row(rest, 0, local, own.unit)
             covered = min(row.sealed(side) for row in states) // page
-            first, end = 0, -(-sealed_target(longest, 0, local, own.unit) // page)
+            first, end = 0, -(-tokens_due(longest, 0, local, own.unit) // page)
             while first < end:
                 count = min(chunk, end - first, covered - first if first < covered else end)
                 if first < covered:
@@ -220,7 +220,7 @@ def relaid(
                 pages, weights = (parts, table, done, coming), q_abs if side == "keys" else None
                 write_pages(pages, fmt, side, tokens, index.contiguous(), new, scheme, weights)
                 first += count
-            target = [sealed_target(max(row.length - sink, 0), 0, local, own.unit) for row in states]
+            target = [tokens_due(max(row.length - sink, 0), 0, local, own.unit) for row in states]
             states = [
                 RowState(row.length, *((n, row.values) if at == 0 else (row.keys, n)))
                 for row, n in zip(states, target, strict=True)

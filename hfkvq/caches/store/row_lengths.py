@@ -62,8 +62,6 @@ class Forecast(NamedTuple):
         due: the most that any row has to seal then, of keys and of values.
         sealed: what rows may be like once what is due is sealed.
         most_sealed: the most tokens of a side that a row has sealed then.
-        longest: the most tokens that a row held before the new ones came.
-        shortest: the fewest.
     """
 
     tail_slots: tuple[int, int]
@@ -71,13 +69,6 @@ class Forecast(NamedTuple):
     due: tuple[int, int]
     sealed: frozenset[RowState]
     most_sealed: int
-    longest: int
-    shortest: int
-
-
-def sealed_target(rest: int, sealed: int, local: int, unit: int) -> int:
-    """Tokens behind the sink that are sealed once what is due is, of ``rest`` that are there; see `tokens_due`."""
-    return sealed + tokens_due(rest, sealed, local, unit)
 
 
 # A fifth of a layer's step on the host, where it is not remembered.
@@ -86,16 +77,15 @@ def forecast(states: frozenset[RowState], windows: WindowSizes, tokens: int = 0,
     """Forecast of rows with ``tokens`` more, of which ``hold`` must stay unsealed; layers of a step ask the same."""
     local = max(windows.local[0], hold), max(windows.local[1], hold)
     need_keys = need_values = due_keys = due_values = most = 0
-    joined, sealed, lengths = [], [], []
+    joined, sealed = [], []
     for length, keys, values in states:
         behind = max(length - windows.sink, 0) + tokens
         need_keys, need_values = max(need_keys, behind - keys), max(need_values, behind - values)
         rest = max(length + tokens - windows.sink, 0)
-        new_keys = sealed_target(rest, keys, local[0], windows.unit[0])
-        new_values = sealed_target(rest, values, local[1], windows.unit[1])
+        new_keys = keys + tokens_due(rest, keys, local[0], windows.unit[0])
+        new_values = values + tokens_due(rest, values, local[1], windows.unit[1])
         due_keys, due_values = max(due_keys, new_keys - keys), max(due_values, new_values - values)
         most = max(most, new_keys, new_values)
-        lengths.append(length)
         joined.append(RowState(length + tokens, keys, values))
         sealed.append(RowState(length + tokens, new_keys, new_values))
     return Forecast(
@@ -104,6 +94,4 @@ def forecast(states: frozenset[RowState], windows: WindowSizes, tokens: int = 0,
         (due_keys, due_values),
         frozenset(sealed),
         most,
-        max(lengths),
-        min(lengths),
     )
