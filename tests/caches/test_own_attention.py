@@ -94,7 +94,7 @@ def test_each_side_is_dequantized_once_a_step(dense_calls):
 
 @pytest.mark.usefixtures("captured")
 def test_steps_with_repeated_heads():
-    """JetMoe repeats keys for its experts; it asks the host how many tokens each has, so no step is captured."""
+    """JetMoe repeats keys for its experts: they are dequantized, and no step is captured."""
     model, ids = build("jetmoe"), prompt(BATCH, 40)
     more = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     for capacity in (None, 96):

@@ -183,14 +183,12 @@ def prompt_outside(
     buffer: StepBuffer,
     keys: Tensor,
     values: Tensor,
-    tiles: int,
     mask: Tensor | None,
     more: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a prompt in a compiled model: taken as by an eager forward, between the compiler's graphs."""
     layer = buffer.layer
     handles = layer.update(keys, values)
-    handles = [x.repeat(1, tiles, 1, 1) for x in handles] if tiles > 1 else handles
     # A mask may have the capacity's columns.
     mask = None if mask is None else mask[..., layer.seen - layer.columns : layer.seen]
     return hfkvq_attention(module, query, *handles, mask, **more)
@@ -266,23 +264,15 @@ def hfkvq_attention(
                     "A CUDA graph cannot take this step: it is a prompt, or one whose mask hides new tokens."
                 )
             more = kwargs | {"dropout": dropout, "scaling": scaling}
-            return prompt_outside(module, query, key.buffer, key.keys, key.values, key.tiles, attention_mask, more)
-    latents, tiles = layer.latents, key.tiles  # type: ignore[attr-defined]
+            return prompt_outside(module, query, key.buffer, key.keys, key.values, attention_mask, more)
+    latents = layer.latents
     asked, after = query, None
     if latents:
         asked = absorb_queries(module, query) if query.shape[2] <= MAX_STEP else query
         after = partial(values_from_latents, module)
-    elif tiles > 1:
-        # Heads come ``tiles`` times one after another; pages want those of each KV head in a row.
-        asked = query.unflatten(1, (tiles, -1)).transpose(1, 2).flatten(1, 2)
-
-        def in_tiles(x: Tensor) -> Tensor:
-            return x.unflatten(1, (-1, tiles)).transpose(1, 2).flatten(1, 2)
-
-        after = in_tiles
 
     def dense() -> Tensor:
-        if tiles == 1 and is_plain(arguments, layer.columns, dropout, kwargs):
+        if is_plain(arguments, layer.columns, dropout, kwargs):
             found = attend_layer(layer, query, arguments)
             if found is not None:
                 return found

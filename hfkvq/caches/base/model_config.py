@@ -58,7 +58,7 @@ def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int] | None:
     return None if dim is None or not heads else (heads, heads // queries_per_head(text), dim)
 
 
-TOUCHES_KEYS = {"diffllama", "doge"}
+TOUCHES_KEYS = {"diffllama", "doge", "jetmoe"}
 """Between update and attention these compute with keys or values, which no graph of ours can follow."""
 
 _NOT_FOLLOWED = {"prophetnet", "t5gemma2_decoder"}

@@ -64,7 +64,7 @@ class LazyKV(torch.Tensor):
         handlers: functions that need no data; a handler that declines returns NotImplemented.
         side: "keys" or "values".
         repeats: query heads per KV head that the shape pretends to.
-        form: "bhsd", or "tiled", or a stage of ``repeat_kv``: "bh1sd", "bhnsd".
+        form: "bhsd", or a stage of ``repeat_kv``: "bh1sd", "bhnsd".
     """
 
     handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
@@ -128,11 +128,6 @@ class LazyKV(torch.Tensor):
             self._made.append(layer.dense(self.side))
         return self._made[0]
 
-    @property
-    def tiles(self) -> int:
-        """Number of times that the heads come one after another, instead of each repeated in a row."""
-        return self.repeats if self.form == "tiled" else 1
-
     def materialize(self) -> Tensor:
         """The dequantized tensor, in this handle's shape."""
         layer = self.hfkvq_layer
@@ -150,8 +145,6 @@ class LazyKV(torch.Tensor):
             )
         if self.form == "bh1sd":
             return dense[:, :, None]
-        if self.form == "tiled":
-            return dense.repeat(1, self.repeats, 1, 1)
         if self.repeats != 1 or self.form == "bhnsd":
             batch, heads, length, dim = dense.shape
             dense = dense[:, :, None].expand(batch, heads, self.repeats, length, dim)
@@ -222,8 +215,7 @@ def layer_of(key: Any, value: Any) -> LayerBase | None:
         layer.edition != edition or value._layer is not layer or value._edition != edition
     ) and key.hfkvq_layer is not value.hfkvq_layer:
         return None
-    same = key.form == value.form and (key.form == "bhsd" or (key.form == "tiled" and key.repeats == value.repeats))
-    return layer if same else None
+    return layer if key.form == value.form == "bhsd" else None
 
 
 def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
@@ -253,15 +245,6 @@ def _reshape(handle: LazyKV, *shape: Any) -> Any:
     if handle.form != "bhnsd" or sizes != (handle.shape[0], handle.shape[1] * handle.shape[2], *handle.shape[3:]):
         return NotImplemented
     return handle.like("bhsd", sizes)
-
-
-def _repeat(handle: LazyKV, *sizes: Any) -> Any:
-    """Heads as often, one after another; `repeat_kv` has them in a row."""
-    sizes = _sizes(sizes)
-    if handle.form != "bhsd" or handle.repeats != 1 or len(sizes) != 4 or (sizes[0], *sizes[2:]) != (1, 1, 1):
-        return NotImplemented
-    batch, heads, length, dim = handle.shape
-    return handle.like("tiled", (batch, heads * sizes[1], length, dim), sizes[1])
 
 
 def _to(handle: LazyKV, *args: Any, **kwargs: Any) -> Any:
@@ -320,7 +303,6 @@ LazyKV.handlers = {
     torch.reshape: _reshape,
     Tensor.view: _reshape,
     Tensor.float: lambda handle: _to(handle, torch.float32),
-    Tensor.repeat: _repeat,
     Tensor.contiguous: lambda handle, **_: handle,
     Tensor.detach: lambda handle: handle,
     Tensor.to: _to,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -166,20 +166,12 @@ def room_ahead(buffers: Sequence[StepBuffer], need: int, headroom: float, captur
     return need + max(LEAST_HEADROOM, min(share, MOST_HEADROOM))
 
 
-class StepKV:
-    """Result of `KVLayer.update` in a recorded step: the layer's buffer and the new tokens; no tensor.
+class StepKV(NamedTuple):
+    """Result of `KVLayer.update` in a recorded step: the layer's buffer and the new tokens; no tensor."""
 
-    ``tiles`` is how many times its heads are said to come, one after another.
-    """
-
-    def __init__(self, buffer: StepBuffer, keys: Tensor, values: Tensor, tiles: int = 1) -> None:
-        self.buffer, self.keys, self.values, self.tiles = buffer, keys, values, tiles
-
-    def repeat(self, *sizes: int) -> StepKV:
-        """Heads as often as the second size says, one after another, as JetMoe has them; see `LazyKV.tiles`."""
-        if len(sizes) != 4 or sizes[0] != 1 or sizes[2:] != (1, 1):
-            raise RuntimeError(f"A recorded step can repeat heads only, and was asked for {sizes}.")
-        return StepKV(self.buffer, self.keys, self.values, self.tiles * sizes[1])
+    buffer: StepBuffer
+    keys: Tensor
+    values: Tensor
 
 
 class StepBuffer(Part):
