@@ -188,10 +188,10 @@ def prompt_outside(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a prompt in a compiled model: taken as by an eager forward, between the compiler's graphs."""
     layer = buffer.layer
-    handles = layer.update(keys, values)
+    key, value = layer.update(keys, values)
     # A mask may have the capacity's columns.
     mask = None if mask is None else mask[..., layer.seen - layer.columns : layer.seen]
-    return hfkvq_attention(module, query, *handles, mask, **more)
+    return hfkvq_attention(module, query, key, value, mask, **more)
 
 
 def _is_step(buffer: StepBuffer, query: Tensor, arguments: AttentionArguments) -> bool:
@@ -263,8 +263,8 @@ def hfkvq_attention(
                 raise RuntimeError(
                     "A CUDA graph cannot take this step: it is a prompt, or one whose mask hides new tokens."
                 )
-            more = kwargs | {"dropout": dropout, "scaling": scaling}
-            return prompt_outside(module, query, key.buffer, key.keys, key.values, attention_mask, more)
+            given = key.keys, key.values, attention_mask, kwargs | {"dropout": dropout, "scaling": scaling}
+            return prompt_outside(module, query, key.buffer, *given)  # pyright: ignore[reportCallIssue]
     latents = layer.latents
     asked, after = query, None
     if latents:

@@ -171,7 +171,7 @@ class TokenRecord:
     @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, object]) -> TokenRecord:
         new = copy.copy(self)
-        # What layers share is of the forward that runs.
+        # Tags that layers share are of the forward that runs.
         new._shared, new._taken = {}, 0
         new.ids, new.tags = (None if x is None else x.clone() for x in (self.ids, self.tags))
         return new
