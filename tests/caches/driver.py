@@ -71,31 +71,10 @@ def cases() -> dict[str, Scheme]:
     found["triaxial-odd"] = get_scheme(found["triaxial-odd"], fit=2, fit_values=4)
     found["snapkv+kitty-pro"] = within(small("snapkv+kitty-pro"))
     # Same code as their siblings; one corner of each is enough.
-    for name in (
-        "latent-4-bare",
-        "latent-8-bare",
-        "latent-8-odd",
-        "expected-attention",
-        "h2o-prompt",
-        "pyramidkv",
-        "tova",
-        "arkv-origin",
-        "arkv-window",
-        "kitty-pro-bare",
-        "kitty-pro-odd",
-        "kivi",
-        "saw-int4-kv-bare",
-        "saw-int4-kv-odd",
-        "int4-bare",
-        "int4-odd",
-        "kvarn-k4v2",
-        "kvarn-k4v4",
-        "kvarn-k2v2",
-        "mixkvq-fractions",
-        "mixkvq-r1-qwen-7b",
-        "mixkvq-r1-qwen-14b",
-        "mixkvq-r1-qwen-32b",
-    ):
+    alike = "latent-4-bare latent-8-bare latent-8-odd expected-attention h2o-prompt pyramidkv tova arkv-origin "
+    alike += "arkv-window kitty-pro-bare kitty-pro-odd kivi saw-int4-kv-bare saw-int4-kv-odd int4-bare int4-odd "
+    alike += "kvarn-k4v2 kvarn-k4v4 kvarn-k2v2 mixkvq-fractions mixkvq-r1-qwen-7b mixkvq-r1-qwen-14b mixkvq-r1-qwen-32b"
+    for name in alike.split():
         found.pop(name)
     return found
 

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hfkvq import MixedKVCache
 from hfkvq.caches.steps.step_buffer import StepBuffer
 from hfkvq.caches.store import kvstore
-from hfkvq.kernels.step import ops
 from tests.caches.driver import small, stored
 from tests.caches.models import build, prompt
 
@@ -68,25 +67,6 @@ def same(a, b):
         return False
     pairs = zip(a, b, strict=True)
     return all(x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in pairs)
-
-
-def test_a_step_that_fails_before_it_seals(model, monkeypatch):
-    """What was due with it is sealed later, and is not taken to be sealed."""
-    whole = filled(model, "kivi", 120)
-    seen, ids, done = whole.get_seq_length(), prompt(3, 1, seed=3), copy.deepcopy(whole)
-    with torch.no_grad():
-        model(ids, past_key_values=done)
-
-    def fails(*args):
-        raise Fault
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ops, "seal_due", fails)
-        with pytest.raises(Fault), torch.no_grad():
-            model(ids, past_key_values=whole)
-    whole._catch_up()
-    assert whole.layers[0].seen == seen + 1
-    assert same(bits(whole)[0], bits(done)[0])
 
 
 @pytest.mark.parametrize("name", ["int4", "kvarn"])

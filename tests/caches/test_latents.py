@@ -43,12 +43,15 @@ def attended(monkeypatch):
     return calls
 
 
+@pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_give_stock_tokens(family, attended):
+    """From captured steps, with padding."""
     model, run = build(family), MODES["padding"]
     found = run(model, lambda: MixedKVCache(model, FULL))
     assert torch.equal(found, expected(family, run))
     assert attended
+    assert TapeGraph.made == 1
 
 
 @pytest.mark.parametrize("mode", ["greedy", "padding", "chunked", "turns"])
@@ -143,27 +146,6 @@ def test_other_schemes_are_dequantized_and_say_so(caplog, attended):
     )
     model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
     assert not attended
-
-
-@pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize("scheme", [FULL, FOUR])
-def test_captured_steps(scheme, attended):
-    """Steps are recorded and replayed, with padding, and give the tokens of those in Python."""
-    model, ids = build("deepseek-v3"), prompt(2, 30)
-    mask = torch.ones_like(ids)
-    mask[1, :9] = 0
-    found = [
-        model.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=MixedKVCache(model, scheme, graphs=on),
-            max_new_tokens=20,
-            do_sample=False,
-        )
-        for on in (True, False)
-    ]
-    assert torch.equal(*found)
-    assert TapeGraph.made == 1
 
 
 @pytest.mark.gpu

@@ -102,23 +102,6 @@ def test_evicting_layers_trim_between_such_steps(low_bits, pads, taken):
     assert_same(one, other)
 
 
-def test_steps_without_memory_for_a_buffer_go_one_by_one(taken, monkeypatch):
-    """Also where it is a larger one that there is no memory for; a later step makes it."""
-    layer, other = layer_of(get_scheme("arkv")), layer_of(get_scheme("arkv"), buffered=False)
-    generator, allocate = torch.Generator(), StepBuffer._allocate
-
-    def fails(*given):
-        raise torch.OutOfMemoryError("none left")
-
-    for at, tokens in enumerate((250, *[1] * 180)):
-        given = states(1, tokens, 64, torch.float32, "cpu", generator.manual_seed(at))
-        monkeypatch.setattr(StepBuffer, "_allocate", fails if at < 10 or 60 < at < 150 else allocate)
-        torch.testing.assert_close(step(layer, given), step(other, given))
-        assert layer.buffer.tensor is None or not at < 10
-    assert 80 < taken["steps"] < 171
-    assert_same(layer, other)
-
-
 @pytest.mark.parametrize("what", ["rollback", "sinks", "bias", "several", "empty", "masked"])
 def test_what_goes_over_the_buffer(what, taken):
     """Whatever the call is given, but first tokens of rows, and several tokens with a mask."""

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface
 
 import hfkvq.vllm
 from hfkvq import MixedKVCache, get_scheme, kernels
 from hfkvq.kernels import use_interpreter
 from hfkvq.vllm import smoothing, windows
+from tests.caches.models import build
 from tests.vllm.stand_in import Spec, install
 
 HEADS, QUERY_HEADS, DIM, BLOCKS = 2, 4, 64, 24
@@ -113,10 +114,10 @@ class Engine:
             slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=self.device),
         )  # fmt: skip
 
-    def forward(self, query, key, value, batch):
+    def forward(self, query, key, value, batch, name=LAYER):
         """Attention (n, Hq * D) of a batch's tokens."""
         out = torch.full((len(query), self.query_heads * self.dim), torch.nan, dtype=self.dtype, device=self.device)
-        layer = SimpleNamespace(layer_name=LAYER)
+        layer = SimpleNamespace(layer_name=name)
         self.impl.forward(layer, query, key, value, self.cache, self.builder.build(0, batch), out)
         return out
 
@@ -485,11 +486,7 @@ def test_formats_share_slots_and_batches(backend, monkeypatch):
 def test_tokens_are_those_of_generate(backend, monkeypatch, tmp_path, name):
     """A model of which each layer's attention is the backend's."""
     monkeypatch.setenv("HFKVQ_SCHEME", name)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=512, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    model = build("llama", num_attention_heads=2, num_key_value_heads=1, initializer_range=0.02)
     prompt = torch.randint(3, 128, (1, 250))
     scheme = get_scheme(name).shared
     expected = model.generate(
@@ -499,27 +496,16 @@ def test_tokens_are_those_of_generate(backend, monkeypatch, tmp_path, name):
     path = str(tmp_path / "smoothing.safetensors")
     assert smoothing.save(model, path) == 2
     monkeypatch.setenv("HFKVQ_SMOOTHING", path)
-    engines = [Engine(backend, monkeypatch, 1, 2, 32) for _ in range(2)]
+    engines, table = [Engine(backend, monkeypatch, 1, 2, 32) for _ in range(2)], torch.tensor([[3, 7, 0]])
 
     def attend(module, query, key, value, mask, **given):
-        layer = SimpleNamespace(layer_name=f"model.layers.{module.layer_idx}.self_attn.attn")
-        engine, (q, k, v) = engines[module.layer_idx], (x[0].transpose(0, 1) for x in (query, key, value))
-        return engine.step(layer, q, k, v)[None], None
+        engine, given = engines[module.layer_idx], [x[0].transpose(0, 1) for x in (query, key, value)]
+        tokens = query.shape[2]
+        engine.held["a"] = engine.held.get("a", 0) + tokens
+        batch = engine.batch([0, tokens], torch.tensor([engine.held["a"]], dtype=torch.int32), table.int(), tokens)
+        out = engine.forward(*given, batch, f"model.layers.{module.layer_idx}.self_attn.attn")
+        return out.view(1, tokens, 2, 32), None
 
-    def step(engine, layer, q, k, v):
-        length = engine.held.get("a", 0) + len(q)
-        table = torch.tensor([[3, 7, 0]], dtype=torch.int32)
-        known = torch.tensor([length], dtype=torch.int32)
-        batch = SimpleNamespace(
-            query_start_loc_cpu=torch.tensor([0, len(q)]), seq_lens=known, seq_lens_cpu_upper_bound=None, num_reqs=1,
-            num_actual_tokens=len(q), block_table_tensor=table,
-        )  # fmt: skip
-        out = torch.empty(len(q), 2, 32)
-        engine.impl.forward(layer, q, k, v, engine.cache, engine.builder.build(0, batch), out)
-        engine.held["a"] = length
-        return out
-
-    monkeypatch.setattr(Engine, "step", step, raising=False)
     AttentionInterface.register("hfkvq_vllm_test", attend)
     model.set_attn_implementation("hfkvq_vllm_test")
     found, ids, at = [], prompt, 0
