@@ -46,13 +46,13 @@ TESTS = {
     "attention": ("tests/kernels/test_decode.py -k reference", f"{LAYER} tests/caches/test_sliding.py"),
     "crop": (
         f"{CONTRACT} -k crop",
-        "tests/caches/test_sliding.py tests/caches/test_whole.py",
+        "tests/caches/test_sliding.py tests/caches/test_faults.py",
         "tests/caches/test_triaxial.py tests/caches/test_keep_tokens.py",
     ),
     "rows": (
         f"{CONTRACT}::test_moved_rows_are_the_rows_fed_alone",
         f"{LAYER} -k share_a_page",
-        "tests/caches/test_sliding.py tests/caches/test_whole.py tests/caches/test_arkv.py",
+        "tests/caches/test_sliding.py tests/caches/test_faults.py tests/caches/test_arkv.py",
     ),
     "routing": ("tests/caches/test_routing.py", "tests/caches/test_triaxial.py"),
     "eviction": (
@@ -61,7 +61,7 @@ TESTS = {
         "tests/caches/test_arkv.py tests/caches/test_papers.py",
         "tests/caches/test_token_eviction.py",
         f"{CONTRACT}::test_moved_rows_are_the_rows_fed_alone -k budget",
-        "tests/caches/test_cut.py tests/caches/test_keep_tokens.py",
+        "tests/caches/test_keep_tokens.py",
     ),
     "masks": (
         LAYER,

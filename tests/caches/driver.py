@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import causal_mask_function
 
 from hfkvq import Scheme, get_scheme, list_schemes
@@ -419,3 +420,23 @@ def tensors_of(thing: Any) -> list[Tensor]:
 
     walk(thing)
     return list(found.values())
+
+
+class Questions(TorchDispatchMode):
+    """Operations by which the host asks the device: for a number, or for how many a mask has chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if any(part in name for part in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "::equal")):
+            self.asked.append(name)
+        index = args[1] if name.startswith("aten::index") and isinstance(args[1], (list, tuple)) else ()
+        if any(x is not None and x.dtype == torch.bool for x in index):
+            self.asked.append(name)
+        # What `tolist` and numbers need: copies to the host.
+        if name == "aten::_to_copy" and (kwargs or {}).get("device") == torch.device("cpu"):
+            self.asked.append(name)
+        return func(*args, **(kwargs or {}))

@@ -12,8 +12,7 @@ from hfkvq.caches.store.row_lengths import RowState
 from hfkvq.caches.tags import parse_tag
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, START, sealed_count
-from tests.caches.driver import DIM, HEADS, SHARE, assert_close, small
-from tests.caches.test_cut import Questions
+from tests.caches.driver import DIM, HEADS, SHARE, Questions, assert_close, small
 
 OBS = parse_tag("older|text|obs")
 LAYOUTS = {

@@ -18,9 +18,8 @@ from hfkvq.caches.store.routing import ColumnTags, SealSource, SealStart, route_
 from hfkvq.caches.tags import PAD, parse_tag
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import RUNS, run_count
-from tests.caches.driver import assert_same_bits, mask_of, stored
+from tests.caches.driver import Questions, assert_same_bits, mask_of, stored
 from tests.caches.models import build, config
-from tests.caches.test_cut import Questions
 
 OBS, USER = "older|text|obs", "current|text|user"
 SMALL = {"table": {OBS: 2, USER: 4}, "page_size": 16, "group_size": 8, "seal_unit": 8, "sink_length": 0}
