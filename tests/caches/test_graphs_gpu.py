@@ -104,52 +104,32 @@ def steps(model, cache, count, strict=False, forward=None):
     return torch.cat(found, 1)
 
 
-def compare(model, name, count, made):
-    # The same kernels over buffers of the same shape: one replayed, one called.
-    caches = [MixedKVCache(model, scheme_of(name), max_cache_len=PROMPT + count + 8, graphs=on) for on in (True, False)]
-    # A trim asks the device, once in hundreds of steps.
-    scheme = get_scheme(name)
-    got = steps(model, caches[0], count, strict=not scheme.evicts or scheme.interval is None)
-    assert len(made) == 1
-    expected = steps(model, caches[1], count)
-    assert torch.equal(got, expected)
-    assert expected.unique().numel() > 8
-    assert caches[0].get_seq_length() == PROMPT + count
-
-
+@pytest.mark.parametrize("whose", ["ours", "PyTorch's"])
 @pytest.mark.parametrize("name", CAPTURED)
-def test_fixed_capacity(model, name, made):
-    compare(model, name, 300, made)
-
-
-@pytest.mark.parametrize("name", CAPTURED)
-def test_compiled_steps(model, name):
-    """PyTorch's own CUDA graphs: one is made, and tokens are those of eager steps."""
+def test_fixed_capacity(model, name, whose, made):
+    """One graph, whose steps are the same kernels over buffers of the same shape: tokens are those of eager steps."""
     torch._dynamo.reset()
     counters.clear()
-    caches = [MixedKVCache(model, scheme_of(name), max_cache_len=PROMPT + 308) for _ in range(2)]
-    scheme = get_scheme(name)
-    strict = not scheme.evicts or scheme.interval is None
-    compiled = torch.compile(model.forward, backend="cudagraphs", fullgraph=True)
-    got = steps(model, caches[0], 300, strict, compiled)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert torch.equal(got, steps(model, caches[1], 300, forward=model.forward))
+    ours, scheme = whose == "ours", get_scheme(name)
+    caches = [MixedKVCache(model, scheme_of(name), max_cache_len=PROMPT + 308, graphs=on) for on in (ours, False)]
+    compiled = None if ours else torch.compile(model.forward, backend="cudagraphs", fullgraph=True)
+    # A trim asks the device, once in hundreds of steps.
+    got = steps(model, caches[0], 300, not scheme.evicts or scheme.interval is None, compiled)
+    assert (len(made) if ours else counters["stats"]["unique_graphs"]) == 1
+    expected = steps(model, caches[1], 300, forward=None if ours else model.forward)
+    assert torch.equal(got, expected)
+    assert expected.unique().numel() > 8
+    assert caches[0].get_seq_length() == PROMPT + 300
 
 
-def grow(model, name, count, made):
+@pytest.mark.parametrize("name", CAPTURED)
+def test_growing(model, name, made):
     """The same tokens into a cache with graphs and one without: logits differ by rounding, in other splits of pages."""
-    caches = [MixedKVCache(model, scheme_of(name), graphs=on) for on in (True, False)]
-    ids, fed = prompt(), prompt(2, count, seed=2)
-    outs = []
-    for cache in caches:
-        found = []
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-            for i in range(count):
-                found.append(model(fed[:, i : i + 1], past_key_values=cache).logits.float().log_softmax(-1))
-        outs.append(torch.cat(found, 1))
+    caches, count = [MixedKVCache(model, scheme_of(name), graphs=on) for on in (True, False)], 260
+    ids = torch.cat([prompt(), prompt(2, count, seed=2)], 1)
+    both = [test_sliding.logits_of(model, cache, [PROMPT, *[1] * count], ids)[:, PROMPT:] for cache in caches]
+    got, expected = (x.float().log_softmax(-1) for x in both)
     captures = len(made)
-    got, expected = outs
     divergence = (expected.exp() * (expected - got)).sum(-1)
     assert divergence.mean() < 2e-3
     assert divergence[:, -50:].mean() < 4e-3
@@ -161,11 +141,6 @@ def grow(model, name, count, made):
     # Where there is a budget, a quarter ahead is of 16-bit tokens, which wait for the next trim.
     ahead = 2 * 0.25 * (PROMPT + count) * 2 * 2 * 2 * 128 * 2 if name.startswith("arkv") else 0
     assert held[0] < 1.1 * held[1] + ahead + 2**19
-
-
-@pytest.mark.parametrize("name", CAPTURED)
-def test_growing(model, name, made):
-    grow(model, name, 260, made)
 
 
 # Mamba and attention in one layer; shared attention with Mamba of the second kind; Mamba of the first; delta rule.
