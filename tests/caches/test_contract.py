@@ -520,23 +520,19 @@ def test_memory_is_the_sum_of_all_tensors(family, name):
     assert cache.memory().total == held_bytes(cache)
 
 
-@pytest.mark.parametrize("when", ["staged", "padded", "queries"])
-def test_memory_counts_what_is_held_in_passing(when):
+def test_memory_counts_what_is_held_in_passing():
     """Staged tokens, the padding found in a mask, the query statistics."""
-    model = build("llama")
-    scheme = small("kitty", score="qk_abs") if when == "queries" else small("kitty")
-    cache, ids = MixedKVCache(model, scheme), prompt(2, 50)
-    if when == "staged":
-        cache.update(*(torch.randn(2, 2, 40, 32) for _ in range(2)), 0)
-        assert cache.memory().staged == 2 * 2 * 2 * 40 * 32 * 4
-    else:
-        mask = torch.ones(2, 1, 40, 40, dtype=torch.bool).tril()
-        if when == "padded":
-            mask[0, :, :, :9] = False
-        with torch.no_grad():
-            model(ids[:, :40], attention_mask=mask, past_key_values=cache)
-            model(ids[:, :1], past_key_values=cache)
-    assert cache.memory().total == held_bytes(cache)
+    model, ids = build("llama"), prompt(2, 50)
+    staged = MixedKVCache(model, small("kitty"))
+    staged.update(*(torch.randn(2, 2, 40, 32) for _ in range(2)), 0)
+    assert staged.memory().staged == 2 * 2 * 2 * 40 * 32 * 4
+    fed, mask = MixedKVCache(model, small("kitty", score="qk_abs")), torch.ones(2, 1, 40, 40, dtype=torch.bool).tril()
+    mask[0, :, :, :9] = False
+    with torch.no_grad():
+        model(ids[:, :40], attention_mask=mask, past_key_values=fed)
+        model(ids[:, :1], past_key_values=fed)
+    for cache in (staged, fed):
+        assert cache.memory().total == held_bytes(cache)
 
 
 # Bits per element of a page, codes, scale, zero and index: head dim 128, pages of 128.

@@ -17,13 +17,11 @@ import torch
 from hfkvq import Scheme, get_scheme
 from hfkvq.caches.eviction.evictor import choose
 from hfkvq.caches.schemes import H2O, TOVA, ExpectedAttention, PyramidKV, SnapKV, StreamingLLM
-from hfkvq.caches.schemes.eviction import EvictionScheme
 from hfkvq.caches.schemes.score_inputs import (
     evidence_of,
     expected_attention,
     keep_mask,
     prompt_candidates,
-    token_scores,
 )
 from hfkvq.caches.store import Padding
 from hfkvq.kernels.arguments import AttentionArguments
@@ -255,15 +253,3 @@ class TestContract:
             assert (scheme.needs, scheme.untagged_is_wide) == (held.needs, held.untagged_is_wide)
             assert pickle.loads(pickle.dumps(scheme)) == scheme == Scheme.from_dict(scheme.to_dict())
             assert hash(scheme) == hash(Scheme.from_dict(scheme.to_dict()))
-
-    def test_arkv_is_one_of_them(self):
-        scheme = get_scheme("arkv")
-        assert isinstance(scheme, EvictionScheme)
-        assert scheme.evidence == {"attention"}
-        assert get_scheme("arkv-window").evidence == set()
-        found = evidence(get_scheme("arkv", window=5))
-        assert found.attention is not None
-        torch.testing.assert_close(
-            scheme.scores(found), token_scores(found.attention, found.past(scheme.window), scheme.gamma)
-        )
-        assert torch.equal(get_scheme("arkv-window").scores(found), found.rank.float())

@@ -17,7 +17,6 @@ from tests.caches.driver import (
     SHARE,
     Row,
     assert_close,
-    assert_same_bits,
     feed,
     feed_as_is,
     make,
@@ -169,22 +168,6 @@ def weighted(own, seed):
 
 
 SMALL = {"page_size": 16, "group_size": 8, "sink_length": 0}
-
-
-def test_queries_decide_what_is_raised():
-    """The same keys, asked otherwise, are held otherwise; rows do not see each other's queries."""
-    own = row(1, 16)
-    one, two = weighted(own, 1), weighted(own, 2)
-    alone = []
-    for x in (one, two):
-        layer = make(MixKVQ(**SMALL))
-        feed_as_is(layer, [x], [16])
-        alone.append(stored(layer, 0))
-    assert not torch.equal(alone[0]["0 keys full_index 0"], alone[1]["0 keys full_index 0"])
-    layer = make(MixKVQ(**SMALL))
-    feed_as_is(layer, [two, one], [16])
-    assert_same_bits(stored(layer, 0), alone[1])
-    assert_same_bits(stored(layer, 1), alone[0])
 
 
 @pytest.mark.parametrize("capacity", [None, 64])

@@ -10,7 +10,7 @@ import torch
 
 from evals.preset_tables import schemes_markdown
 from hfkvq import MixedKVCache, Scheme, get_scheme, list_schemes
-from hfkvq.caches.schemes import Kitty, Kivi, KVarN, SawInt4, base
+from hfkvq.caches.schemes import Kitty, Kivi, SawInt4, base
 from hfkvq.caches.schemes.base import Layout, SideLayout, knob
 from hfkvq.kernels import PageFormat, channel_widths, hadamard
 from hfkvq.measure.demo.run import choose_schemes
@@ -153,57 +153,8 @@ def test_blocks_of_rotations(name, knobs, dims, blocks):
     assert (layout.keys.rotate, layout.values.rotate) == blocks
 
 
-def test_saw_rotation_and_codec_by_hand():
-    """(4, 0, 0, 0) rotates to (2, 2, 2, 2), a constant: exact. (1, 2, 3, 5) to (5.5, -1.5, -2.5, .5): steps of 8/15."""
-    layer = make(SawInt4(page_size=8, block=4, sink_length=0, fit=0))
-    keys = torch.tensor([[4.0, 0, 0, 0], [1, 2, 3, 5]])[None, None]
-    forward(layer, torch.zeros(1, 1, 2, 4), keys, keys.clone())
-    step = float(torch.tensor(8 / 15).half())
-    parts = dict(zip(("codes", "scale", "zero"), layer.store.runs[0].keys, strict=True))
-    page = layer.store.runs[0].table[0, 0].item()
-    assert parts["zero"][page, 0, 0, :2].tolist() == [2.0, -2.5]
-    assert parts["scale"][page, 0, 0, :2].tolist() == [0.0, pytest.approx(step)]
-    # Four 4-bit codes of a token in one word, lowest channel first: (8, 1 -> 2, 0, 3 -> 6) / step = 15, 1.9, 0, 5.6.
-    assert parts["codes"][page, 0, :2, 0].tolist() == [0, (15 | 2 << 4 | 0 << 8 | 6 << 12)]
-    rotated = [step * code - 2.5 for code in (15, 2, 0, 6)]
-    signs = [(1, 1, 1, 1), (1, -1, 1, -1), (1, 1, -1, -1), (1, -1, -1, 1)]
-    back = [sum(s * x for s, x in zip(row_, rotated, strict=True)) / 2 for row_ in signs]
-    assert layer.dense("keys")[0, 0, 0].tolist() == [4.0, 0.0, 0.0, 0.0]
-    assert layer.dense("keys")[0, 0, 1].tolist() == pytest.approx(back, abs=1e-5)
-    # Values are not rotated: 4 / 15 and 4 / 15 (from 1 to 5).
-    step = float(torch.tensor(4 / 15).half())
-    assert layer.dense("values")[0, 0, 1].tolist() == pytest.approx(
-        [1 + step * code for code in (0, 4, 8, 15)], abs=1e-5
-    )
-
-
 def test_blocks_of_an_engine_have_no_sink_unless_asked_for():
     assert (SawInt4().shared, SawInt4(sink_length=4).shared) == (SawInt4(sink_length=0), SawInt4(sink_length=4))
-
-
-# KVarN.
-
-
-def test_kvarn_page_by_hand():
-    """Token t is u_t times the first token: factors u_t / mean(u), and what remains of a channel is one of two numbers.
-
-    Values are the keys' transpose, so that factors and scales change places.
-    """
-    layer = make(KVarN(key_bits=2, rotate="none", sink_length=0, page_size=8))
-    u = torch.tensor([4.0, 4, 4, 5, 5, 5, 4, 5])
-    signs = torch.where(torch.arange(64).view(8, 8) % 3 == 0, -1.0, 1.0)
-    keys = (u[:, None] * signs)[None, None]
-    forward(layer, torch.zeros(1, 1, 8, 8), keys, keys.transpose(2, 3).contiguous())
-    page = layer.store.runs[0].table[0, 0].item()
-    formats = layer.store.format.runs[0]
-    for fmt, parts in zip(formats, (layer.store.runs[0].keys, layer.store.runs[0].values), strict=True):
-        named = {name: part[page, 0] for name, part in zip(fmt.names, parts, strict=True)}
-        # 8 u / 36: 0.8889 and 1.1111. What remains is -4.5 or 4.5: three steps of 3.
-        assert named["norm"].tolist() == pytest.approx((u / 4.5).tolist(), rel=1e-3)
-        assert named["zero"].flatten().tolist() == pytest.approx([-4.5] * 8, rel=1e-3)
-        assert named["scale"].flatten().tolist() == pytest.approx([3.0] * 8, rel=1e-3)
-    torch.testing.assert_close(layer.dense("keys"), keys, rtol=2e-3, atol=0)
-    torch.testing.assert_close(layer.dense("values"), keys.transpose(2, 3), rtol=2e-3, atol=0)
 
 
 # Registry.
