@@ -59,20 +59,15 @@ def test_generate_compiles_by_itself():
 
     addresses = set()
     for seed in (0, 1):
-        new = prompt(2, 30, seed=seed)
-        got, expected = (
-            _generate(model, c, new, attention_mask=mask, max_new_tokens=10, **kwargs)
-            for c, kwargs in ((cache, {"compile_config": compiling(counter)}), (grown, {}))
-        )
-        assert torch.equal(got, expected)
-        longer = torch.ones(2, got.shape[1] + 9, dtype=mask.dtype)
-        longer[1, :7] = 0
-        more = torch.cat([got, prompt(2, 9, seed=7)], 1)
-        got, expected = (
-            _generate(model, c, more, attention_mask=longer, max_new_tokens=8, **kwargs)
-            for c, kwargs in ((cache, {"compile_config": compiling(counter)}), (grown, {}))
-        )
-        assert torch.equal(got, expected)
+        ids, told = prompt(2, 30, seed=seed), mask
+        for tokens in (10, 8):
+            got, expected = (
+                _generate(model, c, ids, attention_mask=told, max_new_tokens=tokens, **kwargs)
+                for c, kwargs in ((cache, {"compile_config": compiling(counter)}), (grown, {}))
+            )
+            assert torch.equal(got, expected)
+            ids, told = torch.cat([got, prompt(2, 9, seed=7)], 1), torch.ones(2, got.shape[1] + 9, dtype=mask.dtype)
+            told[1, :7] = 0
         addresses.add(cache.layers[0].buffer.tensor.data_ptr())
         cache.reset()
         grown.reset()
