@@ -27,6 +27,13 @@ with torch.device("meta"):
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` are skipped where there is none."""
+    for item in items if not torch.cuda.is_available() else ():
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
 def pytest_collection_finish():
     """What was imported is many objects, which no test's search for cycles has to go through again."""
     gc.collect()
@@ -110,8 +117,6 @@ def kernels_at_their_launch(monkeypatch):
 def backend(request):
     """Name of the backend; within the test operations dispatch to it. Tensors go to `device`."""
     if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
         yield "cuda"
     elif request.param == "reference":
         yield "reference"

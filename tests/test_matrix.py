@@ -14,6 +14,8 @@ from tests.test_imports import ROOT
 
 # Attention of its own; two caches; both ways. tests/caches has others.
 SLICE = ("gpt2", "falcon", "whisper", "bert, both ways")
+# Attention of their own that is given dequantized tensors.
+DEQUANTIZED = ("bloom", "gptj")
 RESULTS = ROOT / "evals/results/models.json"
 
 
@@ -36,6 +38,16 @@ def test_slice(name):
     row = examine(name, modes=("greedy", "padding", "crop"), presets=False)
     assert row["modes"], row
     assert wrong(row) == {}
+
+
+@pytest.mark.parametrize("name", DEQUANTIZED)
+def test_presets_of_dequantized_families(name):
+    row = examine(name, modes=("padding", "crop"))
+    assert row["what"]["dequantized"]
+    assert set(row["modes"].values()) == {"equal"}
+    found = {preset: said.split(":")[0] for preset, said in row["presets"].items()}
+    equal = dict.fromkeys(("kitty-pro", "saw-int4-kv", "kvarn-k4v2"), "equal")
+    assert found == equal | {"mixkvq": "runs"} | dict.fromkeys(("arkv", "snapkv"), "refused")
 
 
 @pytest.mark.slow

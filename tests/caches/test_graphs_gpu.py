@@ -23,10 +23,7 @@ from tests.caches.driver import distinct
 from tests.caches.test_generate import MODES
 from tests.caches.test_hybrids import model_of, states
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 PROMPT, PAD = 600, 37
 CAPTURED = [name for name in distinct() if get_scheme(name).limits(128, 128).captured is None]

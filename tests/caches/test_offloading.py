@@ -5,6 +5,8 @@ On the CPU they lie in memory of their own as well; all but the pinning is what 
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -12,10 +14,12 @@ from transformers import LlamaConfig
 from hfkvq import KittyCache, MixedKVCache
 from hfkvq.caches.layers.memory import held_bytes
 from hfkvq.caches.steps import step_buffer
+from hfkvq.caches.store import host
 from tests.caches.driver import assert_same_bits, small, stored
 from tests.caches.graph_recorder import TapeGraph, captured  # noqa: F401
 from tests.caches.models import build, prompt
 from tests.caches.test_generate import _generate
+from tests.caches.test_graphs_gpu import model as large_model  # noqa: F401
 from tests.caches.test_static import padded
 
 
@@ -106,3 +110,87 @@ def test_devices_that_do_not_reach_the_host():
     with pytest.raises(ValueError, match="offloading: got tensors on meta, allowed CUDA GPUs and the CPU"):
         cache.update(tokens, tokens, 0)
     assert cache.get_seq_length() == 0
+
+
+# Pinned memory, which kernels and PyTorch's operations read and write.
+
+
+PROMPT, MORE = 4000, 300
+OPTIONS = {"captured": {}, "fixed": {"max_cache_len": PROMPT + MORE}, "eager": {"graphs": False}}
+
+
+def generated(model, cache):
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": MORE, "min_new_tokens": MORE}
+    return model.generate(prompt(2, PROMPT).cuda(), past_key_values=cache, prefill_chunk_size=1000, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", OPTIONS)
+@pytest.mark.parametrize("name", ["kitty-pro", "saw-int4", "mixkvq", "full"])
+def test_tokens_are_the_same_and_pages_are_not_on_the_gpu(large_model, name, how):  # noqa: F811
+    found, held = [], []
+    # The first one also allocates what its process keeps.
+    for on in (False, False, True):
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        cache = MixedKVCache(large_model, name, offloading=on, **OPTIONS[how])
+        found.append(generated(large_model, cache))
+        sync = None if cache.graphs is None else cache.graphs.sync
+        memory = cache.memory()
+        held.append(torch.cuda.memory_allocated() - before)
+        replays = sync is not None and sync.buffers is not None and bool(sync.buffers.recordings)
+        assert replays == (how != "eager")
+        cache.integrity_check()
+        # Its buffers go with it.
+        del cache, sync
+    assert torch.equal(*found[1:])
+    assert memory.offloaded >= memory.compressed.codes
+    # Captured steps of a cache that grows copy pages to two layers' room, and the model has no more layers.
+    assert held[2] < held[1] + 2**16 - (0 if how == "captured" else 0.9 * memory.offloaded)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.bfloat16])
+def test_operations_over_pinned_memory(dtype):
+    size = 64 * 1000
+    there = host.empty(size * dtype.itemsize, torch.device("cuda", 0)).view(dtype).view(64, 1000)
+    here = torch.randint(0, 100, (64, 1000), device="cuda").to(dtype)
+    assert there.device == here.device
+    block = there.untyped_storage().hfkvq_block.bytes
+    assert block.is_pinned()
+    assert torch.equal(there.copy_(here), here)
+    torch.cuda.synchronize()
+    assert torch.equal(block.view(dtype).view(64, 1000), here.cpu())
+    rows = torch.randperm(64, device="cuda")
+    assert torch.equal(there[rows], here[rows])
+    assert torch.equal(torch.cat([there, there]), torch.cat([here, here]))
+    assert torch.equal(there.clone(), here)
+    assert torch.equal(there.cpu(), here.cpu())
+    there[rows[:9]] = here[rows[9:18]]
+    here[rows[:9]] = here[rows[9:18]].clone()
+    assert torch.equal(there, here)
+    assert not there.zero_().any()
+
+
+@pytest.mark.gpu
+def test_memory_is_not_reused_while_the_gpu_is_at_work():
+    """What is freed goes to nobody before the kernels are done that were launched on it."""
+    size = 64 * 2**20
+    for _ in range(3):
+        there = host.empty(size, torch.device("cuda", 0)).fill_(1)
+        torch.cuda.synchronize()
+        for _ in range(20):
+            last = there.sum(dtype=torch.int64)
+        del there
+        gc.collect()
+        torch.full((size,), 7, dtype=torch.uint8, pin_memory=True)
+        assert int(last) == size
+
+
+@pytest.mark.gpu
+def test_a_second_gpu():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    there = host.empty(1000, torch.device("cuda", 1)).fill_(3)
+    assert there.device.index == 1
+    assert int(there.sum()) == 3000

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from transformers import BloomConfig, FalconConfig, GPTNeoConfig, MptConfig, T5Config
 
 from evals.families import build
-from evals.matrix import examine, small
+from evals.matrix import small
 from hfkvq import MixedKVCache
 from hfkvq.caches.layers import KVLayer
 from tests.caches.graph_recorder import TapeGraph, captured  # noqa: F401
 from tests.caches.models import prompt
 
-FAMILIES = ("bloom", "gptj")
 BATCH, HEADS, DIM, SEEN = 2, 4, 16, 60
 
 
@@ -40,18 +39,6 @@ def logits(model, cache, ids, mask=None, cuts=(0, 60, 61, 62, 66)):
         shown = None if mask is None else mask[:, :b]
         found.append(model(input_ids=ids[:, a:b], attention_mask=shown, past_key_values=cache).logits)
     return torch.cat(found, 1)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_and_presets(family):
-    """Tokens of `DynamicCache` in the modes that differ most, and presets' dequantized logits; the matrix has all."""
-    row = examine(family, modes=("padding", "crop"))
-    assert row["what"]["dequantized"]
-    assert set(row["modes"].values()) == {"equal"}
-    expected = dict.fromkeys(("kitty-pro", "saw-int4-kv", "kvarn-k4v2"), "equal") | {"mixkvq": "runs"}
-    evicting = {name: row["presets"].pop(name) for name in ("arkv", "snapkv")}
-    assert row["presets"] == expected
-    assert {found.split(":")[0] for found in evicting.values()} == {"refused"}
 
 
 @pytest.mark.parametrize(

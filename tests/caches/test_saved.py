@@ -153,7 +153,6 @@ def test_files_of_the_same_cache_are_equal(name, length, tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_to_a_gpu_and_back(file, tmp_path):
     """From another stream, too."""
     model = build("llama")

@@ -302,14 +302,7 @@ def test_bad_keys_in_a_first_prompt(bad, debug):
 # Captured steps.
 
 
-@pytest.fixture
-def gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-
-
 @pytest.mark.gpu
-@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("name", ["saw-int4", "int4", "best-4.3", "kvarn"])
 def test_captured_steps_are_eager_ones(name):
     """Graphs smooth as eager steps do; a cache of the same vectors takes the same graphs, one of others its own."""
@@ -325,7 +318,6 @@ def test_captured_steps_are_eager_ones(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("gpu")
 def test_a_model_that_moves_after_it_was_measured():
     """Its caches take the vectors along, and share them."""
     model, ids = biased(), prompt(1, 60)

@@ -16,7 +16,6 @@ from tests.caches.driver import counted, small
 
 MODULE = SimpleNamespace(is_causal=True, num_key_value_groups=4)
 HEADS, SHARE = 2, 4
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 PRESETS = ("kitty-pro", "kivi-2", "mixkvq", "saw-int4", "int4", "full", "triaxial", "kvarn", "kivi-4", "arkv")
 
 
@@ -180,7 +179,8 @@ def test_a_failed_step_can_be_taken_again(name, which, of, monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "pads"), [(torch.bfloat16, None), (torch.bfloat16, [0, 21]), (torch.float16, None)], ids=str
 )
-@pytest.mark.parametrize("name", [pytest.param(name, marks=GPU) for name in PRESETS])
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PRESETS)
 def test_steps_on_a_gpu_are_the_operations(name, dtype, pads, taken):
     """Over page borders, growing tables and tails, other strides and alignments, with masks or not: to the bit."""
     scheme, generator = get_scheme(name), torch.Generator().manual_seed(0)
