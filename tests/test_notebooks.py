@@ -43,8 +43,6 @@ REAL = 'MODEL = "smollm2"'
 # Presets whose layers differ raise as many heads' channels as others in a model of eight layers, not of four.
 LAYERS = {"06_what_the_cache_looks_like": 8}
 
-on_every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-
 
 def test_there_are_notebooks():
     """Guards the tests below, which are made from what the folder holds."""
@@ -56,26 +54,18 @@ def test_the_readme_lists_them():
     assert re.findall(r"\((\d\d_\w+\.ipynb)\)", text) == [path.name for path in NOTEBOOKS]
 
 
-@on_every_notebook
-def test_committed_without_outputs(path):
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_committed_without_what_a_run_leaves(path):
+    """No outputs, no metadata, no path of a machine; and its links lead somewhere."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert cells
-    assert [cell["id"] for cell in cells if cell["outputs"] or cell["execution_count"] is not None] == []
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert code
+    assert [cell["id"] for cell in code if cell["outputs"] or cell["execution_count"] is not None] == []
     assert [cell["id"] for cell in notebook["cells"] if cell["metadata"]] == []
     assert set(notebook["metadata"]) <= {"kernelspec", "language_info"}
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
-
-
-@on_every_notebook
-def test_names_no_absolute_path(path):
     assert [text for kind in ("code", "markdown") for text in cells(path, kind) if ABSOLUTE.search(text)] == []
-
-
-@on_every_notebook
-def test_links_lead_somewhere(path):
-    text = "\n".join(cells(path, "markdown"))
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", "\n".join(cells(path, "markdown"))) if "://" not in link]
     assert [link for link in links if not (FOLDER / link).exists()] == []
 
 

@@ -152,6 +152,12 @@ def make(scheme: Scheme, **kwargs: Any) -> KVLayer:
     return KVLayer(scheme, PaddingReader(), **steps | kwargs)
 
 
+class Module(torch.nn.Module):
+    """As much of an attention module as attention functions look at."""
+
+    is_causal, num_key_value_groups = True, SHARE
+
+
 @dataclass(frozen=True)
 class Row:
     """One sequence: queries (Hq, T, D), keys and values (H, T, D)."""

@@ -20,7 +20,7 @@ from hfkvq.caches.schemes.eviction import EvictionScheme
 from hfkvq.caches.store import KVStore, StoreState
 from hfkvq.caches.store.requantize import gather
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions
-from tests.caches.driver import _stored_row, assert_same_bits, attention, steady, stored
+from tests.caches.driver import Module, _stored_row, assert_same_bits, attention, steady, stored
 from tests.caches.models import config
 
 LAYERS, HEADS, SHARE, DIM = 2, 2, 2, 32
@@ -36,12 +36,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "debug": {"debug": True, "graphs": False},
     "offloaded": {"offloading": True, "graphs": False},
 }
-
-
-class Module(torch.nn.Module):
-    """As much of an attention module as attention functions look at."""
-
-    is_causal, num_key_value_groups = True, SHARE
 
 
 @dataclass

@@ -7,11 +7,10 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from hfkvq.caches.attention import interface
-from hfkvq.caches.attention import interface as attending
 from hfkvq.caches.attention.interface import hfkvq_attention
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.kernels.arguments import AttentionArguments
-from tests.caches.driver import DIM, HEADS, SHARE, attention, small
+from tests.caches.driver import DIM, HEADS, SHARE, Module, attention, small
 
 SCALING = 0.2
 
@@ -20,10 +19,6 @@ def given(device="cpu", dtype=torch.float32, queries=40, columns=140, batch=2, d
     """Queries, keys and values."""
     sizes = ((8, queries), (2, columns), (2, columns))
     return (torch.randn(batch, heads, tokens, dim, device=device, dtype=dtype) for heads, tokens in sizes)
-
-
-class Module(torch.nn.Module):
-    is_causal, num_key_value_groups = True, SHARE
 
 
 @pytest.fixture
@@ -60,7 +55,7 @@ def test_a_layers_prompt_behind_its_pages(plain, monkeypatch, preset):
             mask = torch.ones(tokens, layer.seen, dtype=torch.bool).tril(layer.seen - tokens)[None, None]
             with monkeypatch.context() as patch:
                 if masked:
-                    patch.setattr(attending, "is_plain", lambda *rest: False)
+                    patch.setattr(interface, "is_plain", lambda *rest: False)
                 out, _ = hfkvq_attention(
                     Module(), query, *handles, mask if masked or tokens < 33 else None, scaling=SCALING
                 )

@@ -110,12 +110,6 @@ def test_one_capture_serves_a_reset_cache_and_the_next_one():
     with torch.no_grad():
         one, two = (model(token, past_key_values=c).logits for c in (cache, other))
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
-    # A cache that is made before the last one goes takes over its buffers.
-    new = MixedKVCache(model, SCHEMES["kitty"])
-    made = TapeGraph.made
-    del cache, other
-    torch.testing.assert_close(steps(model, new, 9), expected, rtol=1e-4, atol=1e-4)
-    assert TapeGraph.made == made
 
 
 def test_a_step_that_was_captured_before_is_captured_at_once():

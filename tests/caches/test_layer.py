@@ -17,6 +17,7 @@ from tests.caches.driver import (
     DIM,
     HEADS,
     SHARE,
+    Module,
     assert_close,
     assert_same_bits,
     attention,
@@ -32,13 +33,6 @@ from tests.caches.driver import (
 from tests.caches.models import build, config
 
 SCALING = DIM**-0.5
-
-
-class Module(torch.nn.Module):
-    """What attention functions look at."""
-
-    num_key_value_groups = SHARE
-    is_causal = True
 
 
 def call(layer, queries, keys, values, mask=None, **kwargs):

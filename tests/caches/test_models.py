@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from transformers import (
@@ -169,14 +167,3 @@ def test_cache_of_another_models_layers():
         with pytest.raises(ValueError, match=r"made for 2 layers, but got keys of layer 2; make it from the config"):
             model(prompt(1, 5), past_key_values=cache)
     assert [layer.seen for layer in cache.layers] == [9, 9]
-
-
-def test_the_last_cache_gives_the_old_name_back():
-    """Copies and caches from files count; what else generates (``generate_batch``) knows no name of ours."""
-    model = build("llama", attention="eager")
-    caches = [MixedKVCache(model), MixedKVCache(model, "kitty")]
-    caches.append(copy.deepcopy(caches[0]))
-    while caches:
-        assert model.config._attn_implementation == "hfkvq"
-        del caches[0]
-    assert model.config._attn_implementation == "eager"

@@ -99,18 +99,6 @@ def test_every_way_to_a_cache(model):
     assert (logits[0] - base).abs().mean() < 0.1 * base.std()
 
 
-def test_padded_rows_are_as_alone():
-    """Of a model that is measured, no row has a say in others' vectors."""
-    model, ids, pads = biased(torch.float64), prompt(3, 60), (0, 9, 31)
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate(pads):
-        mask[row, :pad] = 0
-    together = fed(model, MixedKVCache(model, small("saw-int4")), ids, 50, 1, mask=mask)
-    for row, pad in enumerate(pads):
-        alone = fed(model, MixedKVCache(model, small("saw-int4")), ids[row : row + 1, pad:], 50 - pad, 1)
-        torch.testing.assert_close(together[row : row + 1, pad:], alone, rtol=1e-5, atol=1e-5)
-
-
 def test_keys_of_a_cache_are_the_models(model):
     """Who reads `layer.keys` gets keys; padding before a row's first has none."""
     ids, mask = prompt(2, 100), torch.ones(2, 100, dtype=torch.int64)

@@ -9,19 +9,13 @@ import torch
 
 from hfkvq import get_scheme
 from hfkvq.caches.attention.interface import hfkvq_attention, hfkvq_mask
-from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.steps.step_buffer import StepBuffer
 from hfkvq.kernels.step import ops
-from tests.caches.driver import counted, small
+from tests.caches.driver import counted, make, small
 
 MODULE = SimpleNamespace(is_causal=True, num_key_value_groups=4)
 HEADS, SHARE = 2, 4
 PRESETS = ("kitty-pro", "kivi-2", "mixkvq", "saw-int4", "int4", "full", "triaxial", "kvarn", "kivi-4", "arkv")
-
-
-def layer_of(scheme, buffered=True):
-    """A layer whose steps go over a buffer, where the scheme's can, or one operation after the other."""
-    return KVLayer(scheme, PaddingReader(), recordable=buffered and scheme.limits(128, 128).captured is None)
 
 
 def states(rows, tokens, dim, dtype, device, generator, odd=False):
@@ -84,7 +78,7 @@ def taken(monkeypatch):
 def test_evicting_layers_trim_between_such_steps(low_bits, pads, taken):
     """Of ARKV: every step in which no trim may be due, and after trims, tokens that each head has to itself."""
     scheme, generator = small("arkv", budget_tokens=40, low_bits=low_bits), torch.Generator().manual_seed(0)
-    one, other = layer_of(scheme), layer_of(scheme, buffered=False)
+    one, other = make(scheme), make(scheme, recordable=False)
     given = states(2, 37, 32, torch.float32, "cpu", generator)
     for layer in (one, other):
         padded_prompt(layer, given, pads or [0, 0])
@@ -99,30 +93,6 @@ def test_evicting_layers_trim_between_such_steps(low_bits, pads, taken):
     assert 82 > taken["steps"] > 50
     assert taken["masked"] == (taken["steps"] if pads else 0)
     assert_same(one, other)
-
-
-@pytest.mark.parametrize("what", ["rollback", "sinks", "bias", "several", "empty", "masked"])
-def test_what_goes_over_the_buffer(what, taken):
-    """Whatever the call is given, but first tokens of rows, and several tokens with a mask."""
-    layer, other = layer_of(get_scheme("saw-int4")), layer_of(get_scheme("saw-int4"), buffered=False)
-    generator, tokens = torch.Generator().manual_seed(0), 3 if what in ("several", "masked") else 1
-    prompt = states(2, 20, 128, torch.float32, "cpu", generator)
-    queries, keys, values = states(2, tokens, 128, torch.float32, "cpu", generator)
-    mask = torch.ones(2, 1, 3, 23, dtype=torch.bool).tril(20) if what == "masked" else None
-    more = {
-        "sinks": {"s_aux": torch.zeros(SHARE * HEADS)},
-        "bias": {"position_bias": torch.arange(21.0).expand(1, SHARE * HEADS, 1, 21)},
-    }.get(what, {})
-    outs = []
-    for each in (layer, other):
-        if what == "rollback":
-            each.activate_past_recording()
-        if what != "empty":
-            step(each, prompt)
-        outs.append(hfkvq_attention(MODULE, queries, *each.update(keys, values), mask, scaling=0.1, **more)[0])
-    torch.testing.assert_close(*outs)
-    assert taken["steps"] == (what not in ("empty", "masked"))
-    assert_same(layer, other)
 
 
 def fails_at(monkeypatch, which, of, name):
@@ -152,7 +122,7 @@ FAILURES = [
 def test_a_failed_step_can_be_taken_again(name, which, of, monkeypatch):
     """Its token is stored once, whatever has failed, and what was due with it is sealed."""
     scheme, generator = small(name), torch.Generator().manual_seed(0)
-    one, other = layer_of(scheme), layer_of(scheme, buffered=False)
+    one, other = make(scheme), make(scheme, recordable=False)
     for at, tokens in enumerate((60, *[1] * 24)):
         given = states(1, tokens, 32, torch.float32, "cpu", generator)
         expected = step(other, given)
@@ -184,7 +154,7 @@ def test_a_failed_step_can_be_taken_again(name, which, of, monkeypatch):
 def test_steps_on_a_gpu_are_the_operations(name, dtype, pads, taken):
     """Over page borders, growing tables and tails, other strides and alignments, with masks or not: to the bit."""
     scheme, generator = get_scheme(name), torch.Generator().manual_seed(0)
-    one, other, columns = layer_of(scheme), layer_of(scheme, buffered=False), 0
+    one, other, columns = make(scheme), make(scheme, recordable=False), 0
     for at, tokens in enumerate((300, *[1] * 200, 3, *[1] * 100)):
         # Not of prompts: other kernels attend to those.
         given = states(2, tokens, 128, dtype, "cuda", generator, odd=tokens == 1 and at % 17 == 0)
