@@ -87,8 +87,6 @@ def test_full_is_the_baseline_and_two_bits_on_everything_are_not(subject: Subjec
 @pytest.mark.gpu
 def test_four_bits_answer_as_the_baseline_does() -> None:
     """Whole caches through ``generate``, with the kernels that are compiled there; test_accuracy measures on CPUs."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     subject = load(None, device=torch.device("cuda"))
     settings = Settings(tasks=("recall-40",), schemes=("full", "saw-int4"), samples=4, batch_size=4)
     baseline, full, saw = (row["tasks"]["recall-40"] for row in run_demo(subject, settings)["rows"])
