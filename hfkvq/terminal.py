@@ -282,9 +282,9 @@ def stop(words: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def stoppable(words: str | Callable[[], str]) -> Iterator[None]:
+def stoppable(words: str) -> Iterator[None]:
     """Ctrl-C within ends the command with these words: what is kept, and how to go on."""
     try:
         yield
     except KeyboardInterrupt:
-        stop(words if isinstance(words, str) else words())
+        stop(words)

@@ -1,4 +1,4 @@
-"""Kernels: shapes and bytes, times, copies and quantiles, and the search over invented times."""
+"""Kernels: shapes and bytes, times, copies and quantiles, a search over invented times, and others' kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from evals import kernel_bench as kernels
 from evals import kernel_cases, kernel_tuning
@@ -18,6 +19,8 @@ from evals.kernel_cases import (
     bytes_read,
     fill,
 )
+from evals.other_kernels import kitty, kivi, turboquant
+from evals.other_kernels.split_kv import GRID, split_kv
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels import use_interpreter
 from hfkvq.kernels.arguments import AttentionArguments
@@ -260,3 +263,35 @@ def test_variants_of_a_format():
     assert not list(kernel_cases.attending("int4", prompt, CPU)), "a launch compiles what dequantizes pages"
     stored = {each.kernel.__name__ for each in kernel_cases.storing("int4", prompt, CPU)}
     assert {"seal_token_kernel", "advance_kernel"} <= stored
+
+
+def test_codes_come_back_from_their_words():
+    x = torch.randn(2, 64, 3).half()
+    for bits, most in ((2, 0.5), (4, 0.1)):
+        words, scale, least = kivi.pack(x, bits, 1)
+        assert words.shape == (2, 64 * bits // 32, 3)
+        assert error_of(kivi.unpacked(words, scale, least, bits, 1), x) < most
+    assert kitty.two_bits(torch.tensor([0b11100100], dtype=torch.uint8)).tolist() == [0, 1, 2, 3]
+    assert turboquant.unpack(torch.tensor([0b10001000, 0b11000110, 0b11111010]), 3, 8).tolist() == list(range(8))
+    matrix = turboquant.rotation(8, torch.device("cpu"))
+    torch.testing.assert_close(matrix @ matrix, torch.eye(8))
+
+
+def exact(data):
+    return F.scaled_dot_product_attention(*(x.double() for x in data), enable_gqa=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter")
+@pytest.mark.parametrize("context", [128, 131])
+def test_plain_triton(context):
+    shape = Shape(2, context, 4, 2, 32)
+    data = shape.data(torch.device("cpu"))
+    assert error_of(split_kv(*data, shape.scaling), exact(data)) < 0.005
+
+
+@pytest.mark.gpu
+def test_every_variant_of_plain_triton_gives_the_same():
+    shape = Shape(2, 5000)
+    data = shape.data(torch.device("cuda"))
+    for tuning in GRID:
+        assert error_of(split_kv(*data, shape.scaling, tuning), exact(data)) < 0.005
