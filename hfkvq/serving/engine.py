@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -435,12 +434,13 @@ class Usage(NamedTuple):
 class Serving:
     """A model whose `generate_batch` and `init_continuous_batching` hold compressed pages, until `disable`.
 
+    Another one of the same model takes its place, for good.
+
     Attributes:
         rungs: the scheme; with ``memory`` all that requests step down by, the widest first.
         requests: at a time, where the engine's config says nothing.
         memory: most bytes that the blocks take; None where the engine's config counts them.
         manager: the last that was made, or None.
-        enabled: until `disable`; of several at a time the last one is in effect.
     """
 
     def __init__(
@@ -454,21 +454,14 @@ class Serving:
         self.model, self.rungs, self.memory = model, rungs, memory
         self.requests, self.request_tokens = requests, request_tokens
         self.manager: CompressedManager | None = None
-        self.enabled, held = True, vars(model)
-        earlier = getattr(held.get(ENTRY), "__self__", None)
-        # A scheme that no code can disable any more must not come back.
-        self._earlier = [] if earlier is None else [*earlier._earlier, weakref.ref(earlier)]
         # Found before the class's: the engine's entry points are methods of the model.
-        held[ENTRY] = self._init
+        vars(model)[ENTRY] = self._init
 
     def disable(self) -> None:
         """Makes the model as it was. A manager that runs goes on until it is stopped; one that was kept is dropped."""
-        self.enabled, held = False, vars(self.model)
-        last = getattr(held.pop(ENTRY, None), "__self__", None)
-        known = [] if last is None else [last, *(found() for found in reversed(last._earlier))]
-        left = next((each for each in known if each is not None and each.enabled), None)
-        if left is not None:
-            held[ENTRY] = left._init
+        held = vars(self.model)
+        if getattr(held.get(ENTRY), "__self__", None) is self:
+            del held[ENTRY]
         manager, kept = self.manager, held.get(KEPT)
         # The engine would go on with it, whatever is asked.
         if isinstance(kept, CompressedManager) and not kept.is_running():

@@ -93,9 +93,6 @@ def make_plan(
     checkpoint = find_checkpoint(model)
     check_schemes(checkpoint, {"": preset})
     given = find_texts(text, None, "test", "text", False, seed) if text else None
-    # Opened anew by `run`; before anything slow it tells whether it can be, but not before text that is short.
-    if objective == "kld" and not text:
-        open_storage(storage)
     about: dict[str, Any] = {
         "objective": objective,
         "samples": samples,
@@ -104,8 +101,6 @@ def make_plan(
         "dtype": dtype,
     }
     tokens = None
-    if thresholds and (objective == "kld" or text or dataset):
-        about["coverage"] = coverage
     if objective == "kld":
         prompt = check_prompt(context, context * 3 // 4 if prefill is None else prefill)
         check_context(checkpoint, context)
@@ -116,6 +111,7 @@ def make_plan(
                 f"text: it makes {len(windows.tokens)} windows of {context} tokens, but --samples {samples} and "
                 f"--held-out {held_out} need {samples + held_out}; give more text, or fewer or smaller windows."
             )
+        # Opened anew by `run`; before the weights are read it tells whether it can be.
         open_storage(storage)
         loaded = load_model(checkpoint.source, device, kind)
         shared = {"prefill": prompt, "chunk": chunk, "batch_size": batch_size, "tokenizer": checkpoint.tokenizer}
@@ -145,6 +141,7 @@ def make_plan(
         tokens, about["tokens_sha256"] = found.tokens, found.sha256
     fit = None
     if thresholds and tokens is not None:
+        about["coverage"] = coverage
         fit = partial(fit_room, loaded, tokens=tokens, coverage=coverage, batch_size=batch_size)
     return Plan(preset, one, other, checkpoint.source.name, about, cost, fit)
 
