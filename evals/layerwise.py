@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hfkvq.caches.schemes.base import Scheme, list_schemes
@@ -125,7 +125,7 @@ def tune_layers(
         "base": start.to_dict(),
         "objective": objective.name,
         "limit": max_total_bits,
-        "score": score.to_dict(),
+        "score": asdict(score),
         "date": now(),
         "versions": versions("torch", "transformers"),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from hfkvq.caches.schemes.preset import Preset
 from hfkvq.measure.divergence.intervals import mean_interval
 from hfkvq.measure.divergence.measurement import measure
+from hfkvq.measure.records import finite
 
 Cost = Literal["total_bits", "cache_bytes", "key_bits"]
 COSTS: tuple[Cost, ...] = ("total_bits", "cache_bytes", "key_bits")
@@ -24,7 +25,7 @@ class Score:
     Attributes:
         value: the objective's: an accuracy, or a KL divergence.
         total_bits: bits per element, every byte counted.
-        code_bits: payload bits per element of sealed pages.
+        code_bits: payload bits per element of sealed pages, or None.
         cache_bytes: held at the end of a sample, or None.
         samples: number of independent samples.
         low: end of the value's 95 % interval, or None.
@@ -33,7 +34,7 @@ class Score:
 
     value: float
     total_bits: float
-    code_bits: float = math.nan
+    code_bits: float | None = None
     cache_bytes: float | None = None
     samples: int = 1
     low: float | None = None
@@ -53,16 +54,6 @@ class Score:
                 f"{', '.join(other for other in COSTS if getattr(self, other) is not None)}."
             )
         return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Fields as JSON has them; NaN becomes None."""
-        fields = asdict(self)
-        return {name: None if isinstance(x, float) and math.isnan(x) else x for name, x in fields.items()}
-
-    @staticmethod
-    def from_dict(values: dict[str, Any]) -> Score:
-        """Inverse of `to_dict`."""
-        return Score(**{**values, "code_bits": math.nan if values["code_bits"] is None else values["code_bits"]})
 
 
 @runtime_checkable
@@ -126,12 +117,12 @@ class TextKLD:
         return Score(
             _mean(means),
             bill.total_bits,
-            bill.code_bits,
+            finite(bill.code_bits),
             bill.held_bytes,
             samples=len(means),
             low=low,
             high=high,
-            key_bits=None if math.isnan(bill.key_bits) else bill.key_bits,
+            key_bits=finite(bill.key_bits),
         )
 
 
@@ -184,7 +175,7 @@ class LmEvalTasks:
         whole = [value for values in right.values() for value in values]
         low, high = mean_interval(whole) or (None, None)
         value = _mean([_mean(values) for values in right.values()])
-        total, code = (math.nan if cost[name] is None else cost[name] for name in ("total_bits", "code_bits"))
+        total, code = math.nan if cost["total_bits"] is None else cost["total_bits"], cost["code_bits"]
         spread = {"samples": len(whole), "low": low, "high": high}
         return Score(value, total, code, cost["peak_cache_bytes"], key_bits=cost["key_bits"], **spread)
 

@@ -212,8 +212,8 @@ def save(plan: Plan, study: TuningStudy, picked: Point, path: Path) -> None:
         "trial": picked.number,
         "trials": len(study.finished()),
         "searched": dict(picked.knobs),
-        "score": picked.score.to_dict(),
-        "held_out_score": None if score is None else score.to_dict(),
+        "score": dataclasses.asdict(picked.score),
+        "held_out_score": None if score is None else dataclasses.asdict(score),
         "versions": {name: version(name) for name in ("torch", "transformers", "optuna")},
     }
     dataclasses.replace(picked.preset, origin=origin).save(path)

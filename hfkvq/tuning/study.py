@@ -10,7 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import optuna
@@ -94,7 +94,7 @@ class TuningStudy:
             score = score or objective(preset)
             if other is None and held_out is not None:
                 other = held_out(preset)
-            pair = [score.to_dict(), None if other is None else other.to_dict()]
+            pair = [asdict(score), None if other is None else asdict(other)]
             self.optuna.set_user_attr(f"{REFERENCE}:{name}", pair)
 
     def references(self) -> dict[str, tuple[Score, Score | None]]:
@@ -102,7 +102,7 @@ class TuningStudy:
         found = {}
         for key, pair in self.optuna.user_attrs.items():
             if key.startswith(f"{REFERENCE}:"):
-                score, other = (None if each is None else Score.from_dict(each) for each in pair)
+                score, other = (None if each is None else Score(**each) for each in pair)
                 assert score is not None
                 found[key.removeprefix(f"{REFERENCE}:")] = (score, other)
         return found
@@ -124,8 +124,8 @@ class TuningStudy:
             trial.number,
             trial.params,
             self.preset_of(trial.params) if fitted is None else get_preset(fitted),
-            Score.from_dict(trial.user_attrs[SCORE]),
-            None if held_out is None else Score.from_dict(held_out),
+            Score(**trial.user_attrs[SCORE]),
+            None if held_out is None else Score(**held_out),
         )
 
     def pareto(self) -> list[Point]:
@@ -155,7 +155,7 @@ class TuningStudy:
             if point.held_out is None:
                 score = objective(point.preset)
                 check_score(score, point.knobs)
-                self.optuna.set_user_attr(f"{HELD_OUT}:{point.number}", score.to_dict())
+                self.optuna.set_user_attr(f"{HELD_OUT}:{point.number}", asdict(score))
                 point = replace(point, held_out=score)
             confirmed.append(point)
         return sorted(confirmed, key=lambda p: p.best_known.value, reverse=self.direction == "maximize")
@@ -567,7 +567,7 @@ def _run(
     if fit is not None:
         trial.set_user_attr(FITTED, preset.to_dict())
     check_score(score, trial.params)
-    trial.set_user_attr(SCORE, score.to_dict())
+    trial.set_user_attr(SCORE, asdict(score))
     for name, limit in limits.items():
         trial.set_constraint(name, score.cost(name) - limit)
     return [score.value, score.cost(study.cost)]
