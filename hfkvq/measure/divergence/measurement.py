@@ -382,12 +382,9 @@ def measure(
                 labels = [part.flatten() for part in batch[:, prefill:].split(chunk, 1)]
                 stock = DynamicCache(config=model.config)
                 tell(BASELINE)
-                if kept_bytes <= keep_bytes and chosen:
-                    kept = list(run(stock, batch, BASELINE))
-                    base.add(((nll(p, y),) for p, y in zip(kept, labels, strict=True)), rows)
-                else:
-                    kept = None
-                    base.add(((nll(p, y),) for p, y in zip(run(stock, batch, BASELINE), labels, strict=True)), rows)
+                found = run(stock, batch, BASELINE)
+                kept = list(found) if kept_bytes <= keep_bytes and chosen else None
+                base.add(((nll(p, y),) for p, y in zip(kept or found, labels, strict=True)), rows)
                 base.bills.append((rows, _bill(stock, rows, None, None)))
                 del stock
                 done += rows
