@@ -13,7 +13,7 @@ from ..store import StoreBytes
 from ..store.accounting import TokenShares, elements, payload_bits, token_shares
 from ..store.host import is_hosted
 from .layer import KVLayer
-from .recurrent import RecurrentLayer, slots_of
+from .recurrent import RecurrentLayer, StatePlaces
 
 
 def format_bytes(count: float) -> str:
@@ -139,7 +139,7 @@ def memory_of(pieces: Sequence[Any], seen: int) -> MemoryReport:
     ours = [*(x for store in stores for x in store.state.tensors()), *small.values(), *buffers]
     # Scratch of steps, statistics, and memory of which tensors show a part.
     parts += StoreBytes(tables=held_bytes(ours) - parts.total)
-    states = [place.tensor for place in slots_of([layer for layer in pieces if isinstance(layer, RecurrentLayer)])]
+    states = StatePlaces([layer for layer in pieces if isinstance(layer, RecurrentLayer)]).tensors()
     stock = [layer for layer in pieces if not isinstance(layer, (KVLayer, RecurrentLayer))]
     # Windows with recurrent states beside them keep these in dicts.
     others = [

@@ -9,7 +9,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,19 +59,19 @@ class RecurrentLayer(LinearAttentionLayer):
         self.invalid = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
-        for place in slots_of([self]):
-            place.held[place.number] = place.tensor.index_select(0, beam_idx.to(place.tensor.device))
+        for _, held, i in slots_of([self]):
+            held[i] = held[i].index_select(0, beam_idx.to(held[i].device))
 
     # Files.
 
     def pack(self) -> Packed:
-        places = {place.name: place for place in slots_of([self])}
+        states = {name: held[i] for name, held, i in slots_of([self])}
         numbers = {
-            "states": sorted(places),
+            "states": sorted(states),
             "begun": [index for index, begun in self.has_previous_state.items() if begun],
             "widths": [self.conv_kernel_size[index] for index in range(self.number_of_states)],
         }
-        return numbers, {name: place.tensor for name, place in places.items()}
+        return numbers, states
 
     def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Gives an empty layer what another one has packed, or raises ValueError; it takes tensors over."""
@@ -102,26 +102,13 @@ class RecurrentLayer(LinearAttentionLayer):
     @property
     def rows(self) -> int | None:
         """Rows of what it holds; None of nothing."""
-        return next((place.tensor.shape[0] for place in slots_of([self])), None)
+        return next((held[i].shape[0] for _, held, i in slots_of([self])), None)
 
 
-class StateSlot(NamedTuple):
-    """Slot of a layer's state: its name, and where it is among the layer's states of its kind."""
-
-    name: str
-    held: dict[int, Any]
-    number: int
-
-    @property
-    def tensor(self) -> Tensor:
-        """The state (B, ...)."""
-        return self.held[self.number]
-
-
-def slots_of(layers: Sequence[RecurrentLayer]) -> list[StateSlot]:
-    """All states that layers hold, in an order that does not change."""
+def slots_of(layers: Sequence[RecurrentLayer]) -> list[tuple[str, dict[int, Any], int]]:
+    """All states (B, ...) that layers hold, in an order that does not change: name, and dict and key where it is."""
     return [
-        StateSlot(f"{kind}{index}", held, index)
+        (f"{kind}{index}", held, index)
         for layer in layers
         for kind, held in zip(_KINDS, (layer.conv_states, layer.recurrent_states), strict=True)
         for index, x in held.items()
@@ -136,7 +123,7 @@ class StatePlaces:
         self.layers = list(layers)
 
     def tensors(self) -> list[Tensor]:
-        # `StateSlot`s are left out: every step asks for this list.
+        # Names are left out: every step asks for this list.
         kinds = [held for layer in self.layers for held in (layer.conv_states, layer.recurrent_states)]
         return [x for held in kinds for x in held.values() if x is not None]
 
@@ -154,14 +141,14 @@ class StatePlaces:
         """Brings all states into these tensors; False, and nothing is changed, if they do not fit."""
         if self.are_in(tensors):
             return True
-        places = slots_of(self.layers)
-        kinds = ([(x.shape, x.dtype, x.device) for x in xs] for xs in ([place.tensor for place in places], tensors))
+        states = self.tensors()
+        kinds = ([(x.shape, x.dtype, x.device) for x in xs] for xs in (states, tensors))
         if next(kinds) != next(kinds):
             return False
-        moved = [(own, place) for own, place in zip(tensors, places, strict=True) if place.tensor is not own]
-        torch._foreach_copy_([own for own, _ in moved], [place.tensor for _, place in moved])  # pyright: ignore[reportPrivateImportUsage]
-        for own, place in moved:
-            place.held[place.number] = own
+        moved = [(own, x) for own, x in zip(tensors, states, strict=True) if x is not own]
+        torch._foreach_copy_([own for own, _ in moved], [x for _, x in moved])  # pyright: ignore[reportPrivateImportUsage]
+        for own, (_, held, i) in zip(tensors, slots_of(self.layers), strict=True):
+            held[i] = own
         return True
 
     def are_in(self, tensors: Sequence[Tensor]) -> bool:
