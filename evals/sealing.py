@@ -113,7 +113,7 @@ def bulk(name, spec, side, choose, tokens=32768, batch=1):
 
     def once():
         turn.reverse()
-        engine.seal_triton(parts, *args[:3], turn[0], *args[4:], fmt.spec, side, rule or "", None)
+        engine.seal_triton(parts, *args[:3], turn[0], *args[4:], fmt.spec, side, rule or "", None, None)
 
     us = timed(once)
     print(f"{name:32} {spec:20} {batch} x {tokens:6}: {us:8.1f} us, {source.nbytes / us / 1e3:7.0f} GB/s read")
@@ -145,9 +145,9 @@ def steps():
             parts, args, fmt, side, rule = call(spec, side, choose, 128, batch)
             if not whole:
                 args = (*args[:2], args[2] * 0 + 1, args[3], args[4][:, :1].contiguous(), None)
-            us = timed(lambda: engine.seal_triton(parts, *args, fmt.spec, side, rule or "", None))  # noqa: B023
+            us = timed(lambda: engine.seal_triton(parts, *args, fmt.spec, side, rule or "", None, None))  # noqa: B023
             idle = (*args[:2], args[2] * 0, *args[3:])
-            none = timed(lambda: engine.seal_triton(parts, *idle, fmt.spec, side, rule or "", None))  # noqa: B023
+            none = timed(lambda: engine.seal_triton(parts, *idle, fmt.spec, side, rule or "", None, None))  # noqa: B023
             print(f"step: {name:14} batch {batch:2}: {us:6.2f} us for {'a page' if whole else 'a token'}, "
                   f"{none:5.2f} us with nothing due")  # fmt: skip
 

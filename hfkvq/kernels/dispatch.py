@@ -63,7 +63,8 @@ def reference(name: str) -> Callable[..., Any]:
 def _imported(launcher: str) -> Callable[..., Any]:
     """A launcher ("module:function" under `hfkvq.kernels.triton`), imported at its first call.
 
-    So nothing here needs Triton to be installed.
+    So nothing here needs Triton to be installed. A launcher takes what the reference takes, whose signature is that of
+    both.
     """
     module, function = launcher.split(":")
 
@@ -104,7 +105,13 @@ def triton_slot(name: str, launcher: str) -> None:
     It is registered, switched off, for the CPU as well, where `use_interpreter` can switch it on under Triton's
     interpreter.
     """
-    run, op = _imported(launcher), _OPS[name]
+    found, op = _imported(launcher), _OPS[name]
+    defaults = [each.default for each in inspect.signature(_REFERENCES[name]).parameters.values()]
+
+    def run(*args: Any, **direct: Any) -> Any:
+        # PyTorch leaves out what is as the schema has it.
+        return found(*args, *defaults[len(args) :], **direct)
+
     _LAUNCHERS[name] = run
     op.register_kernel("cuda")(run)
     op.register_kernel("cpu")(run)

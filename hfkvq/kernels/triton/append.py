@@ -183,18 +183,11 @@ def append_launch(new: NewTokens, rotate_keys: int, rotate_values: int, mapped: 
     return Launch(append_kernel, (batch,), numbers, constants, new.device, nest)
 
 
-def append_triton(
-    keys: Tensor,
-    values: Tensor,
-    counters: Tensor,
-    windows: Sequence[Tensor],
-    rotate_keys: int,
-    rotate_values: int,
-    rows: Tensor | None = None,
-) -> None:
+def append_triton(*given: Any) -> None:
     """Launcher of `hfkvq.kernels.append`; bf16 rounding under the interpreter takes the reference."""
+    keys, values, counters, windows, rotate_keys, rotate_values, rows = given
     if is_misrounded(keys, windows[2], rotate_keys or rotate_values):
-        return reference("append")(keys, values, counters, windows, rotate_keys, rotate_values, rows)
+        return reference("append")(*given)
     assert all([x.is_contiguous() for x in (counters, *windows)]), "written in place"
     launch = append_launch(new_tokens(keys, values, windows), rotate_keys, rotate_values, rows is not None)
     launch(keys, values, *windows, counters, *([] if rows is None else [rows]))

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ._lib import power
 from .compile import Wanted
@@ -200,24 +199,15 @@ def claim_wanted(slots: int, page: int, device: torch.device) -> Iterator[Wanted
             yield made.wanted([i32] * (3 + sealed) + [i32, i32, i64, i64, i32] + [i32] * 3)
 
 
-def claim_triton(
-    table: Tensor,
-    lengths: Tensor,
-    past: Tensor | None,
-    sealed: Tensor | None,
-    slots: Sequence[Tensor],
-    found: Tensor,
-    steps: Tensor,
-    run: Tensor,
-    page: int,
-) -> None:
-    """Launcher of `hfkvq.kernels.claim`."""
+def claim_triton(*given: Any) -> None:
+    """Launcher of `hfkvq.kernels.claim.fill_claim`."""
+    table, lengths, past, sealed, slots, found, steps, run, page = given
     (rows, blocks), decodes, done = table.shape, steps.shape[1], 0 if sealed is None else sealed.numel()
     if not rows:
         return
     launch = _launch(
         rows, decodes, blocks, len(slots[0]) - 1, page, done, past is not None, found.stride(0), table.device
     )
-    given = [past] if past is not None else []
-    given += [sealed] if sealed is not None and done else []
-    launch(*[x.contiguous() for x in (table, lengths, *given)], *slots, found, steps, run)
+    more = [past] if past is not None else []
+    more += [sealed] if sealed is not None and done else []
+    launch(*[x.contiguous() for x in (table, lengths, *more)], *slots, found, steps, run)

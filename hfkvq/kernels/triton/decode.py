@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,39 +66,26 @@ def decode_wanted(
         yield merge.wanted([*sums, plan.dtype])
 
 
-def decode_attention_triton(
-    q: Tensor,
-    counters: Tensor,
-    windows: Sequence[Tensor],
-    runs: Sequence[Tensor],
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-    store: str,
-    early: bool = False,
-    rows: Tensor | None = None,
-    out: Tensor | None = None,
-    keep: Keep | None = None,
-) -> Tensor:
-    """Launcher of `hfkvq.kernels.decode_attention`."""
-    head_dim, given = q.shape[-1], q
+def decode_attention_triton(q: Tensor, *given: Any, out: Tensor | None = None, keep: Keep | None = None) -> Tensor:
+    """Launcher of `hfkvq.kernels.decode_attention`, whose arguments it takes."""
+    counters, windows, runs, mask, sinks, scaling, softcap, store, early, rows = given
+    head_dim, asked = q.shape[-1], q
     sink_k, sink_v, tail_k, tail_v = windows
     value_dim = sink_v.shape[-1]
     if StoreFormat.parse(store).latent:
-        return latent_attention(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
+        return latent_attention(q, *given)
     if not is_served(store, head_dim, value_dim, q.dtype):
-        return dequantized_decode(q, counters, windows, runs, mask, sinks, scaling, softcap, store, rows)
+        return dequantized_decode(q, *given)
     rotate = rotates(store, head_dim)
     if not rotate and (outside := StoreFormat.parse(store).rotate_keys):
         q, early = hadamard(q.float(), outside), False
     elif q.stride(-1) != 1:
         q, early = q.contiguous(), False
     held = [counters, *windows, *runs]
-    stays = q is given and all([x.is_contiguous() for x in held])
+    stays = q is asked and all([x.is_contiguous() for x in held])
     if not stays:
         held = [x.contiguous() for x in held]
-    query = Queries(q.shape, q.stride(), q.dtype, given.dtype)
+    query = Queries(q.shape, q.stride(), q.dtype, asked.dtype)
     sizes = (sink_k.shape[1], value_dim, tail_k.shape[2], tail_v.shape[2], tail_k.dtype)
     blocks = tuple([runs[at].shape[1] for at in table_places(store)])
     scoring = Scoring(None if mask is None else mask_kind(mask), sinks_kind(sinks), scaling, softcap)
@@ -109,10 +97,10 @@ def decode_attention_triton(
 
         def again(q: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
             if made != edition():
-                rest = mask, sinks, scaling, softcap, store, early
+                rest = mask, sinks, scaling, softcap, store, early, None
                 return decode_attention_triton(q, counters, windows, runs, *rest)
             return plan.run(bound, q, [], [] if mask is None else [mask_words(mask)], sinks, q.dtype)
 
         keep(again)
     last = [*([] if mask is None else [mask_words(mask)]), *last]
-    return plan.run(plan.launches, q, held, last, sinks, given.dtype, out)
+    return plan.run(plan.launches, q, held, last, sinks, asked.dtype, out)

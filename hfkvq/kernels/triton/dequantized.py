@@ -247,26 +247,15 @@ def _split_counts(
     return runs, max(1, min(-(-window // block), aim))
 
 
-def dequantized_decode(
-    q: Tensor,
-    counters: Tensor,
-    windows: Sequence[Tensor],
-    runs: Sequence[Tensor],
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-    store: str,
-    rows: Tensor | None = None,
-) -> Tensor:
+def dequantized_decode(q: Tensor, *given: Any) -> Tensor:
     """Launcher of `hfkvq.kernels.decode_attention`; f64, and tiles that outgrow shared memory, take the reference."""
+    counters, windows, runs, mask, sinks, scaling, softcap, store, _, rows = given
     form = StoreFormat.parse(store)
     sink_k, sink_v, tail_k, tail_v = (window.contiguous() for window in windows)
     batch, query_heads, queries, head_dim = q.shape
     heads, value_dim = sink_k.shape[1], sink_v.shape[-1]
     if q.dtype not in DOT_DTYPES or max(head_dim, value_dim) > (256 if q.dtype == torch.float32 else 512):
-        scoring = mask, sinks, scaling, softcap
-        return reference("decode_attention")(q, counters, windows, runs, *scoring, store, rows=rows)
+        return reference("decode_attention")(q, *given)
     views = split_runs(form, runs)
     dtype, queried = q.dtype, query_heads // heads * queries
     dot = dot_dtype(q)

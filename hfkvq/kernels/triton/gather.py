@@ -175,12 +175,11 @@ def run_wanted(fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: to
     return Wanted(gather_pages_kernel, (*tensors, 1.0, 2, 2, 2), _run_constants(fmt, side, heads, head_dim))
 
 
-def run_pages_triton(
-    table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: PageFormat, side: Side, head_dim: int
-) -> Tensor:
+def run_pages_triton(*given: Any) -> Tensor:
     """Launcher of `hfkvq.kernels.products.run_pages`; 16-bit pages of f64 take the reference."""
+    table, count, parts, fmt, side, head_dim = given
     if fmt.bits == 16 and parts[0].dtype not in DOT_DTYPES:
-        return reference("run_pages")(table, count, parts, fmt, side, head_dim)
+        return reference("run_pages")(*given)
     (batch, blocks), heads = table.shape, parts[0].shape[1]
     out = torch.empty((batch, heads, blocks * fmt.page_size, head_dim), dtype=torch.float32, device=table.device)
     if out.numel():
@@ -195,14 +194,13 @@ def run_pages_triton(
     return out
 
 
-def gather_rows_triton(
-    counters: Tensor, windows: Sequence[Tensor], runs: Sequence[Tensor], columns: int, store: StoreFormat, side: Side
-) -> Tensor:
+def gather_rows_triton(*given: Any) -> Tensor:
     """Launcher of `hfkvq.kernels.gather_rows`; float64 models take the reference."""
+    counters, windows, runs, columns, store, side = given
     at = SIDES.index(side)
     sink, tail = windows[at].contiguous(), windows[2 + at].contiguous()
     if sink.dtype not in DOT_DTYPES:
-        return reference("gather_rows")(counters, windows, runs, columns, store, side)
+        return reference("gather_rows")(*given)
     views = split_runs(store, runs)
     batch, heads, _, head_dim = sink.shape
     rotate = store.rotate_values if at else store.rotate_keys
@@ -370,19 +368,11 @@ def requests_wanted(
     return made.wanted([*kinds, *part_kinds(form, heads, head_dim, dtype)])
 
 
-def gather_requests_triton(
-    keys: Tensor,
-    values: Tensor,
-    units: Tensor,
-    requests: Tensor,
-    run: Sequence[Tensor],
-    windows: Sequence[Tensor],
-    tokens: int,
-    store: StoreFormat,
-) -> tuple[Tensor, Tensor]:
+def gather_requests_triton(*given: Any) -> tuple[Tensor, Tensor]:
     """Launcher of `hfkvq.kernels.gather_requests`; what the interpreter would truncate takes the reference."""
+    keys, values, units, requests, run, windows, tokens, store = given
     if keys.dtype not in DOT_DTYPES or (not keys.is_cuda and keys.dtype == torch.bfloat16):
-        return reference("gather_requests")(keys, values, units, requests, run, windows, tokens, store)
+        return reference("gather_requests")(*given)
     table, *parts = run
     assert all([x.is_contiguous() for x in (*parts, *windows)]), "pages and windows are contiguous"
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))

@@ -207,21 +207,12 @@ def latent_wanted(
         yield plan.turn.wanted([torch.float32, plan.dtype])
 
 
-def latent_attention(
-    q: Tensor,
-    counters: Tensor,
-    windows: Sequence[Tensor],
-    runs: Sequence[Tensor],
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-    store: str,
-) -> Tensor:
-    """Launcher of `hfkvq.kernels.decode_attention` for latents."""
+def latent_attention(q: Tensor, *given: Any) -> Tensor:
+    """Launcher of `hfkvq.kernels.decode_attention` for latents, whose windows have the batch's rows."""
+    counters, windows, runs, mask, sinks, scaling, softcap, store, *_ = given
     dtype, dim, rope_dim = q.dtype, windows[0].shape[-1], windows[1].shape[-1]
     if not is_served(store, dim, rope_dim, dtype):
-        return reference("decode_attention")(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
+        return reference("decode_attention")(q, *given)
     form = StoreFormat.parse(store)
     rotate = _rotates(form)
     if rotate != form.rotate_keys:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..dispatch import reference
 from ..pages import SIDES, StoreFormat
@@ -81,13 +80,11 @@ def restore_wanted(form: StoreFormat, heads: int, head_dim: int, dtype: torch.dt
     return made.wanted([dtype] * 2 + [torch.int32] * 4 + part_kinds(form, heads, head_dim, dtype))
 
 
-def restore_triton(
-    due: Tensor, source: Tensor, rows: Tensor, windows: Sequence[Tensor], run: Sequence[Tensor], store: StoreFormat
-) -> None:
+def restore_triton(*given: Any) -> None:
     """Launcher of `hfkvq.kernels.restore`; what the interpreter would truncate takes the reference."""
-    keys, values = windows
+    due, source, rows, (keys, values), run, store = given
     if keys.dtype not in DOT_DTYPES or (not keys.is_cuda and keys.dtype == torch.bfloat16):
-        return reference("restore")(due, source, rows, windows, run, store)
+        return reference("restore")(*given)
     table, *parts = run
     assert all([x.is_contiguous() for x in (keys, values, *parts)]), "written in place"
     if len(rows):

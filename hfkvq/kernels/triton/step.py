@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .. import windows
 from ..decode import LENGTH, RUNS, START
@@ -138,25 +137,11 @@ def advance_launch(
     return Launch(advance_kernel, (batch,), numbers, constants, device, nest)
 
 
-def advance_triton(
-    keys: Tensor,
-    values: Tensor,
-    counters: Tensor,
-    windows: Sequence[Tensor],
-    scratch: Sequence[Tensor],
-    capacity: int,
-    room: int,
-    local: Sequence[int],
-    unit: Sequence[int],
-    rotate_keys: int,
-    rotate_values: int,
-    keep: Keep | None = None,
-) -> None:
+def advance_triton(*given: Any, keep: Keep | None = None) -> None:
     """Launcher of `hfkvq.kernels.step.advance`; bf16 rounding under the interpreter takes the reference."""
+    keys, values, counters, windows, scratch, capacity, room, local, unit, rotate_keys, rotate_values = given
     if is_misrounded(keys, windows[2], rotate_keys or rotate_values):
-        return reference("advance")(
-            keys, values, counters, windows, scratch, capacity, room, local, unit, rotate_keys, rotate_values
-        )
+        return reference("advance")(*given)
     assert all([x.is_contiguous() for x in (counters, *windows, *scratch)]), "written in place"
     new, runs = new_tokens(keys, values, windows), (counters.shape[0] - RUNS) // 2
     positions = scratch[5].shape[1] if len(scratch) > 5 else None
@@ -242,16 +227,9 @@ def observe_launch(
     return Launch(observe_kernel, (heads, batch), numbers, constants, device, nest)
 
 
-def observe_triton(
-    q: Tensor,
-    sealed: Tensor | None,
-    sums: Tensor,
-    counts: Tensor,
-    weight: Tensor | None,
-    rows: Tensor | None = None,
-    keep: Keep | None = None,
-) -> None:
+def observe_triton(*given: Any, keep: Keep | None = None) -> None:
     """Launcher of `hfkvq.kernels.step.observe`."""
+    q, sealed, sums, counts, weight, rows = given
     has = sealed is not None, weight is not None, 0 if rows is None else sums.shape[0]
     launch = observe_launch(q.shape, q.stride(), q.dtype, q.device, sums.shape[1], *has)
     own = [sums, counts, *[x for x in (sealed, weight, rows) if x is not None]]

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..claim import Claimed
 from ..dispatch import reference
 from ..norms import Balance
 from ..pages import SIDES, PageFormat, StoreFormat
@@ -391,20 +389,13 @@ def take_token_launch(
     return Launch(take_token_kernel, (rows * heads, 2), numbers, constants | _dependent(device), device, nest)
 
 
-def take_token_triton(
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    tails: Sequence[Tensor],
-    parts: Sequence[Sequence[Tensor]],
-    table: Tensor,
-    store: StoreFormat,
-) -> None:
+def take_token_triton(*given: Any) -> None:
     """Launcher of `hfkvq.kernels.take_token`; bf16 rounding under the interpreter takes the reference."""
+    keys, values, lengths, tails, parts, table, store = given
     dims = keys.shape[3], values.shape[3]
     odd = is_misrounded(keys, tails[0], store.rotate_keys or store.rotate_values)
     if odd or not _is_served(store, keys.shape[1], dims, "") or any(fmt.whole for fmt in store.runs[0]):
-        return reference("take_token")(keys, values, lengths, tails, parts, table, store)
+        return reference("take_token")(*given)
     own = [*parts[0], *parts[1]]
     assert all([x.is_contiguous() for x in (*tails, *own)]), "written in place"
     if len(lengths):
@@ -470,29 +461,17 @@ def take_page_launch(
     return launch, [*rooms, (rows, heads, dim) if sums else None]
 
 
-def take_page_triton(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: Claimed,
-    windows: Sequence[Tensor],
-    parts: Sequence[Sequence[Tensor]],
-    table: Tensor,
-    sums: Sequence[Tensor],
-    store: StoreFormat,
-    rule: str,
-    balance: Sequence[Balance],
-    restores: bool,
-) -> None:
+def take_page_triton(*given: Any) -> None:
     """Launcher of `hfkvq.kernels.take_page`; trellis codes and what the interpreter would truncate take the reference.
 
     On a GPU that launches a kernel for each of its parts, which a graph can record.
     """
-    dims, rest = (keys.shape[3], values.shape[3]), (windows, parts, table, sums, store, rule, balance, restores)
+    query, keys, values, rows, windows, parts, table, sums, store, rule, balance, restores = given
+    dims = keys.shape[3], values.shape[3]
     odd = is_misrounded(keys, windows[0], store.rotate_keys or store.rotate_values)
     odd = odd or windows[0].dtype not in DOT_DTYPES or (not keys.is_cuda and windows[0].dtype == torch.bfloat16)
     if odd or not _is_served(store, keys.shape[1], dims, rule) or store.sink != store.runs[0][0].page_size:
-        return reference("take_page")(query, keys, values, rows, *rest)
+        return reference("take_page")(*given)
     own = [*parts[0], *parts[1]]
     assert all([x.is_contiguous() for x in (*windows, *own, *sums, rows.steps)]), "written in place"
     if not keys.shape[0]:

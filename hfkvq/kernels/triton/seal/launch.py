@@ -7,7 +7,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...dispatch import Keep, reference
 from ...pages import PageFormat, Side
@@ -27,27 +26,14 @@ from .trellis import (
 )
 
 
-def seal_triton(
-    parts: Sequence[Tensor],
-    table: Tensor,
-    count: Tensor,
-    new: Tensor,
-    source: Tensor,
-    index: Tensor,
-    widths: Tensor | None,
-    fmt: str,
-    side: str,
-    choose: str,
-    q_abs: Tensor | None,
-    norm: Tensor | None = None,
-    keep: Keep | None = None,
-) -> None:
+def seal_triton(*given: Any, keep: Keep | None = None) -> None:
     """Launcher of `hfkvq.kernels.seal`; bf16 rounding under the interpreter takes the reference."""
+    parts, table, count, new, source, index, widths, fmt, side, choose, q_abs, norm = given
     form, at, odd = _facts(fmt)
     stored = source if at is None else parts[at]
     # Triton's interpreter truncates where bf16 should be rounded.
     if odd or (not source.is_cuda and stored.dtype == torch.bfloat16 != source.dtype):
-        return reference("seal")(parts, table, count, new, source, index, widths, fmt, side, choose, q_abs, norm)
+        return reference("seal")(*given)
     assert all([part.is_contiguous() for part in parts]), "pages are contiguous: they are written in place"
     batch, heads, _, head_dim = source.shape
     tokens = index.shape[1]
@@ -59,11 +45,11 @@ def seal_triton(
         pages = source.gather(2, chosen.expand(-1, heads, -1, head_dim)).unflatten(2, (-1, form.page_size))
         widths, rule = channel_widths(pages, form, rule, q_abs), ""
     weight = q_abs.to(torch.float32) if q_abs is not None and rule else None
-    given = [x.contiguous() for x in (widths if form.raised else None, weight, norm) if x is not None]
+    more = [x.contiguous() for x in (widths if form.raised else None, weight, norm) if x is not None]
     has = (widths is not None and bool(form.raised), weight is not None, None if norm is None else norm.dtype)
     shape, kinds = (batch, heads, head_dim), (source.dtype, stored.dtype, source.device)
     launch = _launch(fmt, side, shape, source.stride(), *kinds, table.shape[1], tokens, rule, has)
-    tensors = [*parts, table.contiguous(), count.contiguous(), new.contiguous(), source, index.contiguous(), *given]
+    tensors = [*parts, table.contiguous(), count.contiguous(), new.contiguous(), source, index.contiguous(), *more]
     own = [*parts, table, count, new, source, index, *[x for x in (q_abs,) if x is not None]]
     if keep is not None and list(map(id, tensors)) == list(map(id, own)):
         keep(launch.bound(*tensors))
