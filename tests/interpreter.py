@@ -22,7 +22,7 @@ def hasten() -> None:
         _remember_shapes()
         _remember_types()
         _call_directly()
-        _shift_bfloat16()
+    _round_to_bfloat16()
 
 
 def _patch_once() -> None:
@@ -243,17 +243,19 @@ def _call_directly() -> None:
     tl.dtype.is_floating = lambda self: self.name in floats
 
 
-def _shift_bfloat16() -> None:
-    """f32 begins with bf16: between them bits are moved, unless a number is subnormal, which has a way of its own."""
+def _round_to_bfloat16() -> None:
+    """f32 begins with bf16, to which it is rounded as GPUs round it, half to even; the interpreter cuts bits off."""
     convert = interpreter._convert_float
 
-    def shift(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: Any) -> np.ndarray:
-        if rounding is None and (source.name, target.name) in (("bf16", "fp32"), ("fp32", "bf16")):
-            wide = source.name == "fp32"
-            bits = np.ascontiguousarray(data).reshape(data.shape).view(np.uint32 if wide else np.uint16)
-            size = bits & (0x7FFFFFFF if wide else 0x7FFF)
-            if not ((size != 0) & (size < (1 << 23 if wide else 1 << 7))).any():
-                return (bits >> 16).astype(np.uint16) if wide else bits.astype(np.uint32) << 16
-        return convert(data, source, target, rounding)
+    def moved(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: Any) -> np.ndarray:
+        if rounding is not None or (source.name, target.name) not in (("bf16", "fp32"), ("fp32", "bf16")):
+            return convert(data, source, target, rounding)
+        wide = source.name == "fp32"
+        bits = np.ascontiguousarray(data).reshape(data.shape).view(np.uint32 if wide else np.uint16).astype(np.uint32)
+        if not wide:
+            return bits << 16
+        # What is no number stays none.
+        odd = (bits & 0x7FFFFFFF) > 0x7F800000
+        return np.where(odd, bits >> 16 | 0x40, (bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)
 
-    interpreter._convert_float = shift
+    interpreter._convert_float = moved

@@ -386,6 +386,8 @@ STORES = (
     (64, 64, BF16, "w128;s0;k0;v0;16t1p32/16t1p32", {"sinks": True, "mask": "bool"}),
     (256, 256, BF16, "w200;s0;k128;v0;4t256p128/4t256p128", {"softcap": 5.0}),
     (96, 96, F16, "s4;k0;v32;2c64p128+4x32/2t96p128t", {"queries": 2, "mask": "bool"}),
+    # Pages whose parts are no multiples of 16 bytes.
+    (100, 100, F16, "s4;k0;v0;4c128p128/4t25p128", {}),
     # For `dequantized`.
     (128, 80, F32, "s4;k0;v16;2c128p128+4x32/2t80p128t", {}),
     (64, 64, F32, "w100;s0;k0;v0;16t1p32/16t1p32", {"mask": "bool"}),
@@ -408,15 +410,6 @@ LATENTS = (
     (256, 32, BF16, "ls40;k128;v0;4t64p128/8t32p128", {"share": 5, "queries": 3, "mask": "float", "softcap": 5.0}),
 )
 """Stores of latents: channels of latents and rotary parts, dtype, store, what is asked."""
-
-EARLY = (
-    (128, BF16, "s4;k0;v0;2c32p128+4x16+16x8/2t32p128"),
-    (128, BF16, "s0;k128;v0;4t128p128/4t128p128"),
-    (128, F16, "s0;k0;v0;2c32p128/2t32p128|8t128p128/8t128p128"),
-    # Pages whose parts are no multiples of 16 bytes.
-    (100, F16, "s4;k0;v0;4c128p128/4t25p128"),
-)
-"""Stores that a compiled step attends to: head dim, dtype, store."""
 
 RAISED = (
     (128, BF16, "s0;k0;v0;2c128p128+4x16/2t128p128"),
@@ -477,12 +470,6 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
     for spec, rule, query, dtype, dim in IN_SLOTS:
         with case(f"step in slots, {spec}, {dtype}, channels by {rule or 'none'}"):
             step_in_slots(StoreFormat.parse(spec), rule, query, dtype, dim)
-    for dim, dtype, spec in EARLY:
-        with case(f"attention while a step begins, {spec}, heads of {dim}, {dtype}"):
-            store = fill(Pages(store=spec), dim, dim, dtype)
-            query = tensor(store.batch, 4 * store.heads, 1, dim, dtype)
-            asked = (None, None, 0.1, 0.0, store.format, True)
-            kernels.decode_attention(query, store.counters, store.windows, store.state.flat_runs(), *asked)
     for dtype, dim in ((BF16, 128), (F16, 80)):
         with case(f"smooth, heads of {dim}, {dtype}"):
             kernels.smooth(*(torch.zeros(2, heads, 3, dim, dtype=dtype) for heads in (8, 2)), torch.zeros(3, 2, dim))

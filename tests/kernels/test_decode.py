@@ -387,59 +387,12 @@ def test_opcheck(backend):
     torch.library.opcheck(torch.ops.hfkvq.decode_attention.default, arguments, test_utils="test_schema")
 
 
-FULL_PAGES = {
-    "2c-2t": Case(
-        runs="2c128p128/2t128p128", head_dim=128, value_dim=128, dtype=torch.bfloat16, sink=4, tail=(40, 150),
-        lengths=[4 + 256 + 20, 4 + 128 + 9], keys=[[256], [128]], values=[[150], [130]],
-    ),
-    "4t-4t": Case(
-        runs="4t64p64/4t64p64", dtype=torch.float16, share=5, pages=4, tail=(20, 20),
-        lengths=[4 + 200 + 1, 4 + 63], keys=[[200], [63]], values=[[200], [63]],
-    ),
-    "4c-2t": Case(
-        runs="4c128p128/2t128p128", head_dim=64, value_dim=128, dtype=torch.bfloat16, share=16, heads=1, sink=0,
-        lengths=[256, 140], keys=[[256], [128]], values=[[256], [128]],
-    ),
-    "2c-2t-raised": Case(
-        runs="2c128p128+4x20/2t128p128", head_dim=128, value_dim=128, dtype=torch.bfloat16, sink=4, tail=(40, 150),
-        lengths=[4 + 256 + 20, 4 + 128 + 9], keys=[[256], [128]], values=[[150], [130]],
-    ),
-    "4c-2t-groups": Case(
-        runs="4c32p64/2t32p64", dtype=torch.bfloat16, head_dim=64, value_dim=128, tail=(80, 20),
-        lengths=[4 + 128 + 20, 4 + 64 + 9], keys=[[128], [64]], values=[[140], [60]],
-    ),
-    "2t-4t-rotated": Case(
-        runs="2t128p64/4t64p64", head_dim=128, value_dim=64, dtype=torch.float16, share=1, rotate_keys=128,
-        rotate_values=64, lengths=[4 + 128 + 5, 3], keys=[[128], [0]], values=[[130], [0]],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.interpreted("4t-4t", "2t-4t-rotated", "4c-2t-groups", turns=3, over=("name", "kind"))
-@pytest.mark.parametrize("kind", ["none", "bool", "int"])
-@pytest.mark.parametrize("name", FULL_PAGES)
-def test_full_pages(backend, name, kind):
-    """Shapes that full pages of integer codes have a kernel of their own for."""
-    layer = build(FULL_PAGES[name])
-    case = layer.case
-    scaling = case.head_dim**-0.5
-    mask = None
-    if kind != "none":
-        mask = torch.rand(len(case.lengths), 1, 1, columns_of(layer)) > 0.4
-        # Nothing of the first page can be seen.
-        mask[0, ..., : case.sink + 128] = False
-        mask = mask if kind == "bool" else mask.long() * 2
-    got = decode(layer, backend, scaling, mask)
-    exact = attend(layer, torch.float64, scaling, mask)
-    assert_as_good_as_torch(got, exact, attend(layer, case.dtype, scaling, mask))
-
-
-@pytest.mark.parametrize("name", [*FULL_PAGES, *(name for name in CASES if name.startswith("tiles"))])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("tiles")])
 def test_tiles_take_the_main_kernel(name):
     """The cases above would pass without it as well."""
     from hfkvq.kernels.triton.decode_formats import is_served
 
-    case = (CASES | FULL_PAGES)[name]
+    case = CASES[name]
     assert is_served(case.store.spec, case.head_dim, case.value_dim, case.dtype)
 
 
@@ -499,6 +452,8 @@ def test_pages_by_the_page(triton_backend, name, kind):
     mask = None
     if kind != "none":
         mask = torch.rand(len(case.lengths), 1, case.queries if kind == "queries" else 1, columns_of(layer)) > 0.4
+        # Nothing of the first page can be seen.
+        mask[0, ..., : case.sink + case.store.runs[0][0].page_size] = False
     exact = attend(layer, torch.float64, scaling, mask)
     plain = attend(layer, case.dtype, scaling, mask)
     for programs in (1, 4) if triton_backend.type == "cuda" else (1,):

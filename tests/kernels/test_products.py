@@ -66,42 +66,6 @@ def test_qk(backend, spec, rows):
     check_qk(backend, spec, 80, rows, torch.float32)
 
 
-SHAPES = [
-    ("2c32p128", 64, torch.bfloat16),
-    ("2c64p128+4x12", 128, torch.bfloat16),
-    ("2c128p128+4x16+16x8", 128, torch.float16),
-    ("2c16p64+16x5", 96, torch.bfloat16),
-    ("4c32p64", 128, torch.float16),
-    ("4c64p64+16x8", 192, torch.bfloat16),
-    ("2t32p64", 64, torch.float16),
-    ("2t128p64", 128, torch.bfloat16),
-    ("4t32p64", 128, torch.bfloat16),
-    ("4t64p64", 192, torch.float32),
-    ("4t256p32", 256, torch.bfloat16),
-    ("8t64p64", 64, torch.bfloat16),
-    ("8t32p64", 128, torch.float16),
-    ("16t96p64", 96, torch.bfloat16),
-    ("16c64p64", 64, torch.float16),
-    ("2t8p8", 8, torch.float32),
-    ("2c64p64n+4x12+16x8", 96, torch.float16),
-    ("2t64p64n", 64, torch.bfloat16),
-    ("4t16p24n", 80, torch.float32),
-]
-
-
-# Of each layout one: alike are those that differ in head dims and dtypes alone.
-INTERPRETED = pytest.mark.interpreted(
-    *("2c128p128+4x16+16x8", "2c16p64+16x5", "4c64p64+16x8", "2t32p64", "4t256p32", "8t32p64", "16c64p64", "2t8p8"),
-    *("2c64p64n+4x12+16x8", "4t16p24n"),
-)
-
-
-@INTERPRETED
-@pytest.mark.parametrize(("spec", "head_dim", "dtype"), SHAPES)
-def test_qk_shapes(backend, spec, head_dim, dtype):
-    check_qk(backend, spec, head_dim, 4, dtype)
-
-
 @pytest.mark.parametrize("counts", [[96, 1], [33, 64], [0, 0], [31, 95]])
 def test_counts(backend, counts):
     """Rows that end anywhere, and rows that hold nothing, whatever lies in the pages behind them."""

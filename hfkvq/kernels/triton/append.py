@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode import LENGTH
-from ..dispatch import reference
 from ..hadamard import largest_block
 from ._lib import cdiv, power
 from .hadamard import butterflies, saturated
@@ -102,12 +101,6 @@ def append_kernel(
         tl.store(p_length, i_length + T)
 
 
-def is_misrounded(x: Tensor, tail: Tensor, rotate: int) -> bool:
-    """True if the interpreter would truncate where bf16 should be rounded."""
-    rounds = bool(rotate) or x.dtype != tail.dtype
-    return rounds and not x.is_cuda and torch.bfloat16 in (x.dtype, tail.dtype)
-
-
 def append_constants(
     keys: tuple[int, ...], values: tuple[int, ...], rotate_keys: int, rotate_values: int
 ) -> dict[str, Any]:
@@ -184,11 +177,8 @@ def append_launch(new: NewTokens, rotate_keys: int, rotate_values: int, mapped: 
 
 
 def append_triton(*given: Any) -> None:
-    """Launcher of `hfkvq.kernels.append`; bf16 rounding under the interpreter takes the reference."""
+    """Launcher of `hfkvq.kernels.append`."""
     keys, values, counters, windows, rotate_keys, rotate_values, rows = given
-    if is_misrounded(keys, windows[2], rotate_keys or rotate_values):
-        return reference("append")(*given)
     assert all([x.is_contiguous() for x in (counters, *windows)]), "written in place"
     launch = append_launch(new_tokens(keys, values, windows), rotate_keys, rotate_values, rows is not None)
     launch(keys, values, *windows, counters, *([] if rows is None else [rows]))
-    return None

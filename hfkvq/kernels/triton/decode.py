@@ -99,8 +99,8 @@ def decode_attention_triton(q: Tensor, *given: Any, out: Tensor | None = None, k
             if made != edition():
                 rest = mask, sinks, scaling, softcap, store, early, None
                 return decode_attention_triton(q, counters, windows, runs, *rest)
-            return plan.run(bound, q, [], [] if mask is None else [mask_words(mask)], sinks, q.dtype)
+            return plan.run(bound, q, [], [] if mask is None else [mask_words(mask)], sinks)
 
         keep(again)
     last = [*([] if mask is None else [mask_words(mask)]), *last]
-    return plan.run(plan.launches, q, held, last, sinks, asked.dtype, out)
+    return plan.run(plan.launches, q, held, last, sinks, out)

@@ -47,7 +47,6 @@ class Plan(NamedTuple):
         held: Sequence[Tensor],
         last: Sequence[Tensor],
         sinks: Tensor | None,
-        dtype: torch.dtype,
         given: Tensor | None = None,
     ) -> Tensor:
         """Launches of queries, what is held, and what comes last before the sums of splits, and their merge.
@@ -67,7 +66,7 @@ class Plan(NamedTuple):
         self.merge(*sums, *([] if sinks is None else [sinks.contiguous()]), merged)
         if self.turn is not None:
             self.turn(merged, out)
-        return out if out.dtype == dtype else out.to(dtype)
+        return out
 
 
 class Queries(NamedTuple):
@@ -232,11 +231,9 @@ def plan_of(
         nest = _nest(form, tuple(own), scoring.mask is not None, mapped)
         launches.append(Launch(decode_kernel, grid, numbers, constants, device, nest, planned))
         first += programs
-    # Triton's interpreter truncates where bf16 should be rounded.
-    out_dtype = query.model_dtype if device.type == "cuda" else torch.float32
     part = (batch * heads, splits, rows, value_dim)
-    merge = merge_launch(part, queries, scoring.sinks, form.rotate_values, dependent, device, out_dtype)
-    return Plan(tuple(launches), merge, part, (batch, query_heads, queries, value_dim), out_dtype)
+    merge = merge_launch(part, queries, scoring.sinks, form.rotate_values, dependent, device, query.model_dtype)
+    return Plan(tuple(launches), merge, part, (batch, query_heads, queries, value_dim), query.model_dtype)
 
 
 @lru_cache(maxsize=256)

@@ -279,9 +279,7 @@ def dequantized_decode(q: Tensor, *given: Any) -> Tensor:
     part_top, part_sum = (torch.empty(part.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     kind, mask = (MaskKind(), q) if mask is None else (mask_kind(mask), mask_words(mask))
     counters = counters.contiguous()
-    # Triton's interpreter truncates where bf16 should be rounded.
-    out_dtype = dtype if q.is_cuda else torch.float32
-    out = torch.empty((batch, query_heads, queries, value_dim), dtype=out_dtype, device=q.device)
+    out = torch.empty((batch, query_heads, queries, value_dim), dtype=dtype, device=q.device)
 
     shape = Shape(
         heads, query_heads // heads, queries, head_dim, value_dim, form.sink, kind.kind, softcap > 0, dot, block_m,
@@ -324,6 +322,6 @@ def dequantized_decode(q: Tensor, *given: Any) -> Tensor:
                 num_warps=8 if wide > 256 else 4,
             )
             first += own
-    merge = merge_launch(part.shape, queries, sinks_kind(sinks), form.rotate_values, False, q.device, out_dtype)
+    merge = merge_launch(part.shape, queries, sinks_kind(sinks), form.rotate_values, False, q.device, dtype)
     merge(part, part_top, part_sum, *([] if sinks is None else [sinks.contiguous()]), out)
-    return out.to(dtype)
+    return out

@@ -204,13 +204,11 @@ def gather_rows_triton(*given: Any) -> Tensor:
     views = split_runs(store, runs)
     batch, heads, _, head_dim = sink.shape
     rotate = store.rotate_values if at else store.rotate_keys
-    # Triton's interpreter truncates where bf16 should be rounded.
-    dtype = sink.dtype if sink.is_cuda else torch.float32
     # Runs in no order may leave columns out; what is in order leaves them to the windows.
     make = torch.empty if store.ordered else torch.zeros
-    out = make((batch, heads, columns, head_dim), dtype=dtype, device=sink.device)
+    out = make((batch, heads, columns, head_dim), dtype=sink.dtype, device=sink.device)
     if not out.numel():
-        return out.to(sink.dtype)
+        return out
     common = {"out": out, "counters": counters.contiguous(), "rotation": factor_of(rotate)}
     common |= {"B": batch, "COLUMNS": columns, **_constants(store, side, heads, head_dim)}
     with on_device(sink):
@@ -240,7 +238,7 @@ def gather_rows_triton(*given: Any) -> Tensor:
             num_warps=4,
             **common,
         )
-    return out.to(sink.dtype)
+    return out
 
 
 @triton.jit
@@ -369,9 +367,9 @@ def requests_wanted(
 
 
 def gather_requests_triton(*given: Any) -> tuple[Tensor, Tensor]:
-    """Launcher of `hfkvq.kernels.gather_requests`; what the interpreter would truncate takes the reference."""
+    """Launcher of `hfkvq.kernels.gather_requests`; f64 takes the reference."""
     keys, values, units, requests, run, windows, tokens, store = given
-    if keys.dtype not in DOT_DTYPES or (not keys.is_cuda and keys.dtype == torch.bfloat16):
+    if keys.dtype not in DOT_DTYPES:
         return reference("gather_requests")(*given)
     table, *parts = run
     assert all([x.is_contiguous() for x in (*parts, *windows)]), "pages and windows are contiguous"

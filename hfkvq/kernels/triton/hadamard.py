@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..hadamard import factor_of
-from ..hadamard import saturated as rounded
 from ._lib import F16_MAX, cdiv
 from .compile import Wanted
 from .launch import Launch
@@ -100,15 +99,14 @@ def _launch(rows: int, inner: int, stride: int, block: int, device: torch.device
 
 def hadamard_triton(x: Tensor, block: int) -> Tensor:
     """Launcher of `hfkvq.kernels.hadamard`."""
-    # Triton's interpreter truncates where bf16 should be rounded.
-    out = torch.empty(x.shape, dtype=x.dtype if x.is_cuda else torch.float32, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         # Tokens of a projection that is shared with queries lie apart, and are not copied for that.
         tokens = x.dim() > 1 and x.select(0, 0).is_contiguous()
         x = x if tokens else x.contiguous()
         inner, stride = (x[0].numel(), x.stride(0)) if tokens else (x.numel(), x.numel())
         _launch(x.numel() // block, inner // block, stride, block, x.device)(x, out)
-    return out if x.is_cuda else rounded(out, x.dtype)
+    return out
 
 
 def hadamard_wanted(dtype: torch.dtype, block: int) -> Wanted:

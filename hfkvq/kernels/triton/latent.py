@@ -142,14 +142,12 @@ def _plan(
     }
     grid = (batch, splits, tiles)
     launch = Launch(latent_kernel, grid, numbers, constants, device, _nest(store, scoring.mask is not None))
-    # Triton's interpreter truncates where bf16 should be rounded.
-    out_dtype = query.model_dtype if device.type == "cuda" else torch.float32
     part, apart = (batch, splits, rows, dim), _turns_apart(form.rotate_keys)
-    back, merged = (0, torch.float32) if apart else (form.rotate_keys, out_dtype)
+    back, merged = (0, torch.float32) if apart else (form.rotate_keys, query.model_dtype)
     merge = merge_launch(part, queries, scoring.sinks, back, dependent, device, merged)
     turns = batch * rows * dim // form.rotate_keys if apart else 0
     turn = turn_back_launch(turns, form.rotate_keys, dependent, device) if apart else None
-    return Plan((launch,), merge, part, (batch, heads, queries, dim), out_dtype, turn)
+    return Plan((launch,), merge, part, (batch, heads, queries, dim), query.model_dtype, turn)
 
 
 @lru_cache(maxsize=256)
@@ -228,4 +226,4 @@ def latent_attention(q: Tensor, *given: Any) -> Tensor:
     tail, blocks = windows[2].shape[2], runs[0].shape[1]
     plan = _plan(store, query, rope_dim, tail, blocks, scoring, q.device, rotate, edition())
     last = [] if mask is None else [mask_words(mask)]
-    return plan.run(plan.launches, tensors[0], tensors[1:], last, sinks, dtype)
+    return plan.run(plan.launches, tensors[0], tensors[1:], last, sinks)

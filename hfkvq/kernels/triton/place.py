@@ -72,9 +72,8 @@ def place_wanted(heads: int, page: int, head_dim: int, dtype: torch.dtype, devic
 
 
 def place_triton(keys: Tensor, values: Tensor, windows: Sequence[Tensor], rows: Tensor, places: Tensor) -> None:
-    """Launcher of `hfkvq.kernels.place`; what the interpreter would truncate takes the reference."""
-    cut = not keys.is_cuda and windows[0].dtype == torch.bfloat16 != keys.dtype
-    if cut or keys.dtype not in DOT_DTYPES:
+    """Launcher of `hfkvq.kernels.place`; f64 takes the reference."""
+    if keys.dtype not in DOT_DTYPES:
         return reference("place")(keys, values, windows, rows, places)
     assert all([window.is_contiguous() for window in windows]), "written in place"
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))

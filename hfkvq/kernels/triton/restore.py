@@ -81,9 +81,9 @@ def restore_wanted(form: StoreFormat, heads: int, head_dim: int, dtype: torch.dt
 
 
 def restore_triton(*given: Any) -> None:
-    """Launcher of `hfkvq.kernels.restore`; what the interpreter would truncate takes the reference."""
+    """Launcher of `hfkvq.kernels.restore`; f64 takes the reference."""
     due, source, rows, (keys, values), run, store = given
-    if keys.dtype not in DOT_DTYPES or (not keys.is_cuda and keys.dtype == torch.bfloat16):
+    if keys.dtype not in DOT_DTYPES:
         return reference("restore")(*given)
     table, *parts = run
     assert all([x.is_contiguous() for x in (keys, values, *parts)]), "written in place"

@@ -62,9 +62,7 @@ def smooth_kernel(
 
 def smooth_triton(q: Tensor, k: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Launcher of `hfkvq.kernels.smooth`; float64 takes the reference."""
-    # Interpreted, Triton cuts f32 off where bf16 is rounded.
-    cut = k.dtype == torch.bfloat16 and not k.is_cuda
-    if cut or k.dtype not in DOT_DTYPES or q.dtype != k.dtype or not vectors.is_contiguous():
+    if k.dtype not in DOT_DTYPES or q.dtype != k.dtype or not vectors.is_contiguous():
         return reference("smooth")(q, k, vectors)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     out_q, out_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))

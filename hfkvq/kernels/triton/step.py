@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .. import windows
 from ..decode import LENGTH, RUNS, START
-from ..dispatch import Keep, reference
+from ..dispatch import Keep
 from ..windows import Sealing
 from ._lib import capability, power
 from .append import (
@@ -20,7 +20,6 @@ from .append import (
     append_constants,
     append_numbers,
     append_side,
-    is_misrounded,
     new_rows,
     new_tokens,
     row_of,
@@ -138,10 +137,8 @@ def advance_launch(
 
 
 def advance_triton(*given: Any, keep: Keep | None = None) -> None:
-    """Launcher of `hfkvq.kernels.step.advance`; bf16 rounding under the interpreter takes the reference."""
+    """Launcher of `hfkvq.kernels.step.advance`."""
     keys, values, counters, windows, scratch, capacity, room, local, unit, rotate_keys, rotate_values = given
-    if is_misrounded(keys, windows[2], rotate_keys or rotate_values):
-        return reference("advance")(*given)
     assert all([x.is_contiguous() for x in (counters, *windows, *scratch)]), "written in place"
     new, runs = new_tokens(keys, values, windows), (counters.shape[0] - RUNS) // 2
     positions = scratch[5].shape[1] if len(scratch) > 5 else None
@@ -150,7 +147,6 @@ def advance_triton(*given: Any, keep: Keep | None = None) -> None:
     if keep is not None:
         keep(launch.bound(None, None, *windows, counters, *scratch))
     launch(keys, values, *windows, counters, *scratch)
-    return None
 
 
 @triton.jit(do_not_specialize=["T", "N"])

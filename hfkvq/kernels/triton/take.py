@@ -18,7 +18,7 @@ from ..dispatch import reference
 from ..norms import Balance
 from ..pages import SIDES, PageFormat, StoreFormat
 from ._lib import DOT_DTYPES, Page, capability, multiprocessors, page_block, page_nest, page_shape, power
-from .append import AppendShape, append_constants, append_side, is_misrounded, new_rows
+from .append import AppendShape, append_constants, append_side, new_rows
 from .launch import Launch
 from .norms import MOST_ELEMENTS, norm_constants, page_factors
 from .restore import TILE, restore_side
@@ -348,7 +348,7 @@ def _sides(
     return found, warps, factors
 
 
-def _is_served(form: StoreFormat, heads: int, dims: Sequence[int], rule: str) -> bool:
+def _is_served(form: StoreFormat, dims: Sequence[int], rule: str) -> bool:
     """True where pages of both sides are sealed by one program for each head."""
 
     def fits(fmt: PageFormat, dim: int) -> bool:
@@ -390,11 +390,10 @@ def take_token_launch(
 
 
 def take_token_triton(*given: Any) -> None:
-    """Launcher of `hfkvq.kernels.take_token`; bf16 rounding under the interpreter takes the reference."""
+    """Launcher of `hfkvq.kernels.take_token`; formats without a kernel take the reference."""
     keys, values, lengths, tails, parts, table, store = given
     dims = keys.shape[3], values.shape[3]
-    odd = is_misrounded(keys, tails[0], store.rotate_keys or store.rotate_values)
-    if odd or not _is_served(store, keys.shape[1], dims, "") or any(fmt.whole for fmt in store.runs[0]):
+    if not _is_served(store, dims, "") or any(fmt.whole for fmt in store.runs[0]):
         return reference("take_token")(*given)
     own = [*parts[0], *parts[1]]
     assert all([x.is_contiguous() for x in (*tails, *own)]), "written in place"
@@ -462,15 +461,14 @@ def take_page_launch(
 
 
 def take_page_triton(*given: Any) -> None:
-    """Launcher of `hfkvq.kernels.take_page`; trellis codes and what the interpreter would truncate take the reference.
+    """Launcher of `hfkvq.kernels.take_page`; trellis codes and f64 take the reference.
 
     On a GPU that launches a kernel for each of its parts, which a graph can record.
     """
     query, keys, values, rows, windows, parts, table, sums, store, rule, balance, restores = given
     dims = keys.shape[3], values.shape[3]
-    odd = is_misrounded(keys, windows[0], store.rotate_keys or store.rotate_values)
-    odd = odd or windows[0].dtype not in DOT_DTYPES or (not keys.is_cuda and windows[0].dtype == torch.bfloat16)
-    if odd or not _is_served(store, keys.shape[1], dims, rule) or store.sink != store.runs[0][0].page_size:
+    odd = windows[0].dtype not in DOT_DTYPES or not _is_served(store, dims, rule)
+    if odd or store.sink != store.runs[0][0].page_size:
         return reference("take_page")(*given)
     own = [*parts[0], *parts[1]]
     assert all([x.is_contiguous() for x in (*windows, *own, *sums, rows.steps)]), "written in place"

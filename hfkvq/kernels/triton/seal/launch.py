@@ -27,12 +27,11 @@ from .trellis import (
 
 
 def seal_triton(*given: Any, keep: Keep | None = None) -> None:
-    """Launcher of `hfkvq.kernels.seal`; bf16 rounding under the interpreter takes the reference."""
+    """Launcher of `hfkvq.kernels.seal`; formats without a kernel take the reference."""
     parts, table, count, new, source, index, widths, fmt, side, choose, q_abs, norm = given
     form, at, odd = _facts(fmt)
     stored = source if at is None else parts[at]
-    # Triton's interpreter truncates where bf16 should be rounded.
-    if odd or (not source.is_cuda and stored.dtype == torch.bfloat16 != source.dtype):
+    if odd:
         return reference("seal")(*given)
     assert all([part.is_contiguous() for part in parts]), "pages are contiguous: they are written in place"
     batch, heads, _, head_dim = source.shape
