@@ -86,7 +86,8 @@ class PageFormat:
             over 2-bit pages) and 16; counts are rounded up to a multiple of eight. Keys in trellis codes have
             width 3 alone, in multiples of eight. Keys, per channel, only.
         normed: whether a page also holds a factor along the other axis, one of each token (per channel) or channel (per
-            token): ``x̂ = (code * scale + zero) * norm``. Integer widths only; a page is then sealed as a whole.
+            token): ``x̂ = (code * scale + zero) * norm``. Integer widths without raised channels only; a page is then
+            sealed as a whole.
         trellis: whether codes are walks through a trellis, see `hfkvq.kernels.trellis`: ``x̂ = number * scale``, plus
             a zero of each channel of keys. Scales are of whole tokens (values) or whole channels of a page (keys), and
             pages are sealed as a whole.
@@ -121,8 +122,11 @@ class PageFormat:
                 f"group_size: got {self.group_size}, which does not divide the page of {self.page_size} tokens; "
                 "per-channel groups lie within one page, so choose a divisor of page_size."
             )
-        if self.normed and self.bits >= 8:
-            raise ValueError(f"normed: got pages of {self.bits} bits, allowed with 2 and 4 bits only.")
+        if self.normed and (self.bits >= 8 or self.raised):
+            raise ValueError(
+                f"normed: got pages of {self.bits} bits, raised={self.raised}, allowed with 2 and 4 bits and without "
+                "raised channels only."
+            )
         if self.trellis and (self.bits > 2 or self.normed or self.fit):
             raise ValueError(
                 f"trellis: got pages of {self.bits} bits, normed={self.normed} and fit={self.fit}, "

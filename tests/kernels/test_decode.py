@@ -55,7 +55,7 @@ CASES = {
             ("8t-dim-96", "8t96p128/8t96p128", 96, torch.float16, 32, 8),
             ("16", "16t128p128/16t128p128", 128, torch.bfloat16, 0, 4),
             ("16-dim-80", "16t80p128/16t80p128", 80, torch.float16, 16, 3),
-            ("2cn-raised-4-16", "2c32p128n+4x20+16x5/2t32p128", 128, torch.bfloat16, 0, 4),
+            ("2cn-groups", "2c32p128n/2t32p128", 128, torch.bfloat16, 0, 4),
             ("4cn-rotated", "4c128p128n/2t128p128n", 128, torch.bfloat16, 128, 7),
             ("4cn-dim-96", "4c64p128n/4t96p128n", 96, torch.float16, 32, 9),
             ("trellis", "2c128p128+4x20/2t128p128t", 128, torch.bfloat16, 0, 4),
@@ -117,7 +117,7 @@ CASES = {
     "page-24": Case(runs="2c8p24+4x8/4t16p24", keys=[[72], [24]], values=[[70], [30]], pages=5),
     "page-8": Case(runs="2c8p8/2t64p8", keys=[[64], [32]], values=[[60], [33]], pages=9),
     "8t-groups": Case(runs="8t32p32/8t16p32", dtype=torch.bfloat16),
-    "2cn-2tn": Case(runs="2c32p32n+4x9+16x5/2t32p32n", values=[[64], [32]]),
+    "2cn-2tn": Case(runs="2c32p32n/2t32p32n", values=[[64], [32]]),
     "4tn-4tn-page-24": Case(
         runs="4t16p24n/4t16p24n", keys=[[72], [24]], values=[[72], [24]], pages=5, dtype=torch.bfloat16
     ),
@@ -182,7 +182,7 @@ BY_THE_PAGE = (
 )
 # Formats that share what they are read with, and queries by the dozen, which take long.
 ALIKE = (
-    *("tiles-2c-share-3", "tiles-2c-raised-16", "tiles-2cn-raised-4-16", "tiles-2c-groups", "tiles-4t", "tiles-4c"),
+    *("tiles-2c-share-3", "tiles-2c-raised-16", "tiles-2cn-groups", "tiles-2c-groups", "tiles-4t", "tiles-4c"),
     *("tiles-8t-dim-96", "tiles-16", "tiles-q16-r4", "tiles-q3-r7", "q16-r16", "dim-256", "dim-96", "4t-4t"),
     *(
         "tiles-trellis",

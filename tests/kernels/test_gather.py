@@ -64,10 +64,10 @@ CASES = {
         runs="2c32p32/2t80p32", head_dim=96, value_dim=80, rotate_keys=32, rotate_values=16
     ),
     "rotated-16": Case(runs="16t96p32/16t80p32", head_dim=96, value_dim=80, rotate_keys=32, rotate_values=2),
-    "2cn-raised": Case(runs="2c16p32n+4x16+16x5/4t16p32n", values=[[64], [0]], tail=(40, 64), dtype=torch.bfloat16),
+    "2cn": Case(runs="2c16p32n/4t16p32n", values=[[64], [0]], tail=(40, 64), dtype=torch.bfloat16),
     "4cn-4tn": Case(runs="4c16p32n/4t96p32n", head_dim=96, value_dim=96, values=[[64], [32]], rotate_keys=32),
     "page-24-n": Case(
-        runs="2c8p24n+4x8/4t16p24n", keys=[[72], [24]], values=[[72], [24]], pages=5, dtype=torch.bfloat16
+        runs="2c8p24n/4t16p24n", keys=[[72], [24]], values=[[72], [24]], pages=5, dtype=torch.bfloat16
     ),
     "trellis": replace(LONG, runs="2c128p128/2t64p128t", values=[[128], [0]], dtype=torch.bfloat16),
     "trellis-page-24": Case(

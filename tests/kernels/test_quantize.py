@@ -84,16 +84,6 @@ def test_factors_by_hand(axis, side):
     assert torch.equal(dequantize_pages(parts, fmt, side, 8), x)
 
 
-def test_whole_channels_take_no_factor():
-    """What is kept in 16 bits is kept as it was, whatever the factors."""
-    fmt = PageFormat(2, "channel", 16, 16, ((16, 2),), True)
-    x = torch.randn(1, 1, 16, 8)
-    widths = torch.full((1, 1, 8), 2, dtype=torch.uint8)
-    widths[..., 5] = 16
-    parts = quantize_pages(x, fmt, "keys", widths, torch.rand(1, 1, 16).add(0.5).half())
-    assert torch.equal(dequantize_pages(parts, fmt, "keys", 8)[..., 5], x[..., 5])
-
-
 def test_eight_bits_are_within_an_eighth():
     """e4m3 keeps three bits of mantissa, so an element is within 2^-4 of itself or a step of the subnormals."""
     torch.manual_seed(0)

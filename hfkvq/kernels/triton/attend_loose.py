@@ -170,7 +170,7 @@ def attend_loose(
                     b_own = keys.add_channel_logits(
                         keys.biased(b_biases[0], BR, BM), b_ks, b_halves, b_scales, 0, K_FIELDS
                     )
-                    if N16 > 0 and not FORM.key_norm:
+                    if N16 > 0:
                         b_wholes = keys.whole_queries(p_head, m_m, run.k_full_index + i_head * N16, N16, B16, BM, MASK)
                         b_own = keys.add_whole_logits(b_own, b_wholes, run.k_full, i_head, i_slot, G, N16, BR, B16, BM)
                     if N4 > 0:
@@ -188,13 +188,6 @@ def attend_loose(
                         b_own = keys.add_raised_logits(b_own, b_highs, b_risen, 0, 8 * BR // G, BR, BM)
                     if FORM.key_norm:
                         b_own = keys.norm_logits(b_own, run.k_norm, i_head, o_slot, m_page_k, G, True)
-                        if N16 > 0:
-                            b_wholes = keys.whole_queries(
-                                p_head, m_m, run.k_full_index + i_head * N16, N16, B16, BM, MASK
-                            )
-                            b_own = keys.add_whole_logits(
-                                b_own, b_wholes, run.k_full, i_head, i_slot, G, N16, BR, B16, BM
-                            )
                     b_own = b_own * (log2_scaling * key_unit(K_CODES))
                 else:
                     b_totals = ()

@@ -132,7 +132,7 @@ def attend_pages(
                     b_own_scales = keys.set_of(b_scales, (h * TILES + n) * SUB // K_GROUP % SETS, SETS)
                     b_s = keys.biased(b_biases[(h * TILES + n) * SUB // K_GROUP % SETS], SUB, BM)
                     b_s = keys.add_channel_logits(b_s, b_ks, b_halves, b_own_scales, 0, LATE)
-                    if N16 > 0 and not FORM.key_norm:
+                    if N16 > 0:
                         b_s = keys.add_whole_logits(
                             b_s, b_wholes, run.k_full, i_head, i_slot + h * PART + n * SUB, G, N16, SUB, B16, BM
                         )
@@ -144,11 +144,6 @@ def attend_pages(
                     b_s = keys.add_channel_logits(b_s, b_ks, b_halves, b_own_scales, LATE, K_FIELDS)
                     if FORM.key_norm:
                         b_s = keys.norm_logits(b_s, run.k_norm, i_head, o_slot, m_sub, G, False)
-                        if N16 > 0:
-                            b_s += keys.add_whole_logits(
-                                tl.zeros([SUB, BM], tl.float32), b_wholes, run.k_full, i_head,
-                                i_slot + h * PART + n * SUB, G, N16, SUB, B16, BM,
-                            )  # fmt: skip
                     if not RAW:
                         b_s = b_s * unit
                 else:

@@ -203,11 +203,10 @@ def seal_channels(
             i_used4 = tl.sum(tl.ravel(m_4.to(tl.int32)), 0)
     elif CHOOSE > 0:
         if CHOOSE == 3:
-            LOW: tl.constexpr = FIT if page.norm is None else 0
             b_fitted, b_least, b_lost = fit_channels(
                 p_source, p_column, None, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, BG, True
             )
-            if LOW:
+            if FITS:
                 store_groups(page.scale, page.zero, b_fitted, b_least, i_group, o_d, m_d, D, NG)
             b_key = at_channels(score_key(b_lost, p_weight, o_d, m_d, True, D), o_d, o_c, FH, C)
             b_key = tl.where(m_c, b_key, -1)
@@ -234,7 +233,7 @@ def seal_channels(
             i_used16 = tl.minimum(i_used16, COUNT16)
 
     if FITS:
-        if CHOOSE != 3 or page.norm is not None:
+        if CHOOSE != 3:
             b_fitted, b_least, _ = fit_channels(
                 p_source, p_column, p_norm, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, BG, False
             )
@@ -248,7 +247,7 @@ def seal_channels(
             # Other programs may have other words.
             m_r4, o_r4 = o_r4 >= 0, tl.maximum(o_r4, 0)
             b_fitted, b_least, _ = fit_channels(
-                p_source, p_column, p_norm, o_r4, m_r4, s_l, s_d, 15, FIT, GROUP, NG, BG, False
+                p_source, p_column, None, o_r4, m_r4, s_l, s_d, 15, FIT, GROUP, NG, BG, False
             )
             # They have scales of low width from all of them.
             tl.debug_barrier()
@@ -258,9 +257,7 @@ def seal_channels(
         b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT)
         b_x = b_raw.to(tl.float32)
     if page.norm is not None:
-        b_norm = tl.full([BT], 1.0, tl.float16)
-        if p_norm is not None:
-            b_norm = tl.load(p_norm + o_t, mask=m_t, other=1.0)
+        b_norm = tl.load(p_norm + o_t, mask=m_t, other=1.0)
         if i_e == 0:
             tl.store(page.norm + i_head * G + i_slot + o_t, b_norm, mask=m_t)
         b_share = tl.math.div_rn(tl.full([BT], 1.0, tl.float32), b_norm.to(tl.float32))

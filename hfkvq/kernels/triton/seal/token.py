@@ -111,11 +111,9 @@ def seal_tokens(page, p_source, p_column, p_given, i_head, i_first, i_count, i_n
     m_c = (o_c < D) & (o_e < E)[None, None, :]
     if page.norm is not None:
         # Whole pages are new, so a tile lies within one of them.
-        b_norm = tl.full([FIELDS, BT, BE], 1.0, tl.float16)
-        if p_given is not None:
-            p_own = p_given + (i_first - i_count) // G * D + o_c
-            # There are as many as elements: they are loaded where they are used, since moving them would cost more.
-            b_norm = tl.load(tl.broadcast_to(p_own, (FIELDS, BT, BE)), mask=m_c, other=1.0)
+        p_own = p_given + (i_first - i_count) // G * D + o_c
+        # There are as many as elements: they are loaded where they are used, since moving them would cost more.
+        b_norm = tl.load(tl.broadcast_to(p_own, (FIELDS, BT, BE)), mask=m_c, other=1.0)
         p_norm = tl.broadcast_to(page.norm + i_head * D + o_c, (FIELDS, BT, BE))
         tl.store(p_norm, b_norm, mask=m_c & (o_slot == 0)[None, :, None])
         b_share = tl.math.div_rn(tl.full([FIELDS, BT, BE], 1.0, tl.float32), b_norm.to(tl.float32))
