@@ -167,7 +167,6 @@ def main():
         (256, "2c128p128+4x32", "keys", "k_abs"),
         (192, "2c128p128+4x24", "keys", "k_abs"),
         (96, "2c128p128+4x12", "keys", "k_abs"),
-        (80, "2c24p24+4x8", "keys", "k_abs"),
         (96, "2t32p128", "values", None),
         (192, "4t64p128", "values", None),
         (80, "8t80p128", "values", None),

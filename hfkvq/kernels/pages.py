@@ -81,7 +81,7 @@ class PageFormat:
             unquantized).
         axis: the axis that keeps its own scale: "channel" (KIVI keys) or "token".
         group_size: g, elements along the other axis that share a scale.
-        page_size: G, tokens in a page.
+        page_size: G, tokens in a page, a power of two.
         raised: ((width, count), ...): room for that many channels of greater width per page and head. Widths 4 (only
             over 2-bit pages) and 16; counts are rounded up to a multiple of eight. Keys in trellis codes have
             width 3 alone, in multiples of eight. Keys, per channel, only.
@@ -111,8 +111,10 @@ class PageFormat:
             raise ValueError(f"bits: got {self.bits}, allowed 2, 4, 8 (fp8) or 16 (unquantized); 1 in trellis codes.")
         if self.axis not in ("channel", "token"):
             raise ValueError(f"axis: got {self.axis!r}, allowed 'channel' or 'token'.")
-        if self.page_size < 8 or self.page_size % 8:
-            raise ValueError(f"page_size: got {self.page_size}, allowed multiples of 8; use 128 unless memory is tiny.")
+        if self.page_size < 8 or self.page_size & (self.page_size - 1):
+            raise ValueError(
+                f"page_size: got {self.page_size}, allowed powers of two from 8 on; use 128 unless memory is tiny."
+            )
         if self.group_size < 1:
             raise ValueError(f"group_size: got {self.group_size}, allowed 1 or more.")
         if self.bits == 8 and self.axis != "token":

@@ -352,7 +352,7 @@ IN_SLOTS = (
     ("s4;k128;v128;4t128p128/4t128p128", "", "", BF16, 128),
     ("s4;k0;v128;2c128p128f4+4x32/2t128p128t", "error", "sum", BF16, 128),
     # For `dequantized`.
-    ("s4;k0;v0;2c8p24/4t16p24", "", "", BF16, 80),
+    ("s4;k0;v0;2c8p32/4t16p32", "", "", BF16, 80),
 )
 """Steps of rows whose windows are others': store, rule, what of the queries is kept, dtype, head dim."""
 
@@ -391,11 +391,10 @@ STORES = (
     # For `dequantized`.
     (128, 80, F32, "s4;k0;v16;2c128p128+4x32/2t80p128t", {}),
     (64, 64, F32, "w100;s0;k0;v0;16t1p32/16t1p32", {"mask": "bool"}),
-    (64, 64, F16, "s0;k0;v0;16c64p24/16t64p24", {}),
     (64, 64, BF16, "s0;k0;v0;8t32p32/8t16p32", {"mask": "row"}),
-    (72, 48, F32, "s4;k0;v0;2c12p24/4t24p24", {"mask": "bool", "softcap": 5.0}),
-    (80, 80, BF16, "s4;k0;v0;2c8p24+16x5+4x3/4t16p24", {"queries": 5}),
-    (96, 96, BF16, "s4;k32;v32;2c8p24n/4t16p24n", {}),
+    (72, 48, F32, "s4;k0;v0;2c16p32/4t24p32", {"mask": "bool", "softcap": 5.0}),
+    (80, 80, BF16, "s4;k0;v0;2c8p32+16x5+4x3/4t16p32", {"queries": 5}),
+    (96, 96, BF16, "s4;k32;v32;2c8p32n/4t16p32n", {}),
     (96, 80, F32, "s4;k32;v16;2c32p32+4x8/2t80p32", {"mask": "float", "sinks": True}),
     (320, 320, BF16, "s4;k0;v0;2c32p64+4x8+16x8/2t320p64", {}),
     (80, 80, BF16, "s4;k0;v16;4c8p32nf2/2t16p32f4", {}),

@@ -109,18 +109,14 @@ CASES = {
         dtype=torch.bfloat16, tail=(20, 20), lengths=[4 + 330, 4 + 150], keys=[[150, 50, 129], [19, 0, 131]],
         values=[[150, 50, 129], [19, 0, 131]],
     ),
-    "trellis-page-24": Case(runs="2c8p24+4x8/2t64p24t", keys=[[72], [24]], values=[[72], [24]], pages=5),
     "trellis-keys-lag": Case(
         runs="2c32p32/2t40p32t", keys=[[32], [0]], values=[[64], [32]], tail=(64, 40), value_dim=40
     ),
-    "trellis-both-page-24": Case(runs="1c24p24t+3x8/1t64p24t", keys=[[72], [24]], values=[[72], [24]], pages=5),
-    "page-24": Case(runs="2c8p24+4x8/4t16p24", keys=[[72], [24]], values=[[70], [30]], pages=5),
+    "trellis-both": Case(runs="1c32p32t+3x8/1t64p32t", values=[[64], [32]]),
     "page-8": Case(runs="2c8p8/2t64p8", keys=[[64], [32]], values=[[60], [33]], pages=9),
     "8t-groups": Case(runs="8t32p32/8t16p32", dtype=torch.bfloat16),
     "2cn-2tn": Case(runs="2c32p32n/2t32p32n", values=[[64], [32]]),
-    "4tn-4tn-page-24": Case(
-        runs="4t16p24n/4t16p24n", keys=[[72], [24]], values=[[72], [24]], pages=5, dtype=torch.bfloat16
-    ),
+    "4tn-4tn": Case(runs="4t16p32n/4t16p32n", values=[[64], [32]], dtype=torch.bfloat16),
     "r1": Case(share=1),
     "r5": Case(share=5),
     "r7-q3": Case(share=7, queries=3),
@@ -163,7 +159,7 @@ WINDOWS = {
     "tiles-q16": dataclasses.replace(CASES["tiles-q16-r4"], window=33),
     "tiles-all": dataclasses.replace(CASES["tiles-2c"], window=400),
     "float32": dataclasses.replace(CASES["values-lag"], window=60, queries=2),
-    "float32-page-24": dataclasses.replace(CASES["page-24"], window=30),
+    "float32-page-8": dataclasses.replace(CASES["page-8"], window=30),
 }
 WINDOWS = {name: dataclasses.replace(case, sink=0) for name, case in WINDOWS.items()}
 

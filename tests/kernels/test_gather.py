@@ -44,8 +44,6 @@ CASES = {
     "8t-groups": Case(runs="8t32p32/8t16p32", keys=[[69], [30]]),
     "16": Case(runs="16t64p32/16t64p32", keys=[[69], [30]], dtype=torch.bfloat16),
     "16c": Case(runs="16c64p32/16t64p32", dtype=torch.float16),
-    "page-24": Case(runs="2c8p24+4x8/4t16p24", keys=[[72], [24]], values=[[70], [30]], pages=5),
-    "page-24-whole": Case(runs="2c24p24+4x8/2t16p24", keys=[[72], [24]], values=[[70], [30]], pages=5),
     "page-8": Case(runs="2c8p8/2t64p8", keys=[[64], [32]], values=[[60], [33]], pages=9),
     "dim-8": Case(runs="2c32p32/2t8p32", head_dim=8, value_dim=8, rotate_keys=8),
     "dim-8-whole": Case(runs="16t8p32/8t8p32", head_dim=8, value_dim=8, rotate_values=4),
@@ -66,13 +64,8 @@ CASES = {
     "rotated-16": Case(runs="16t96p32/16t80p32", head_dim=96, value_dim=80, rotate_keys=32, rotate_values=2),
     "2cn": Case(runs="2c16p32n/4t16p32n", values=[[64], [0]], tail=(40, 64), dtype=torch.bfloat16),
     "4cn-4tn": Case(runs="4c16p32n/4t96p32n", head_dim=96, value_dim=96, values=[[64], [32]], rotate_keys=32),
-    "page-24-n": Case(
-        runs="2c8p24n/4t16p24n", keys=[[72], [24]], values=[[72], [24]], pages=5, dtype=torch.bfloat16
-    ),
     "trellis": replace(LONG, runs="2c128p128/2t64p128t", values=[[128], [0]], dtype=torch.bfloat16),
-    "trellis-page-24": Case(
-        runs="2c8p24/2t40p24t", keys=[[72], [24]], values=[[72], [24]], pages=5, value_dim=40, rotate_values=8
-    ),
+    "trellis-dim-40": Case(runs="2c8p32/2t40p32t", values=[[64], [32]], value_dim=40, rotate_values=8),
     "trellis-keys": Case(
         runs="1c32p32t+3x24/1t40p32t", values=[[64], [0]], value_dim=40, dtype=torch.bfloat16, tail=(40, 64)
     ),
@@ -145,7 +138,7 @@ def test_gather(backend, name, side):
 # Formats and states that share what they are read with are left to GPUs.
 ALIKE = (
     *("2c-2t", "2c-raised-4", "2c32p128", "4c32p128", "4c-raised-16", "4t-4t", "8t", "dim-80", "dim-96", "dim-128"),
-    *("dim-256", "dim-8-whole", "rotated", "rotated-16", "page-24-n", "no-sink", "two-runs"),
+    *("dim-256", "dim-8-whole", "rotated", "rotated-16", "no-sink", "two-runs"),
 )
 
 
@@ -228,7 +221,7 @@ def test_every_fp8_code(backend):
         assert torch.equal(gather_rows(counters, windows, runs, 8, StoreFormat(((fmt, fmt),)), side).cpu(), expected)
 
 
-REQUESTS = ["4t128p32f2/4t128p32", "2c16p32+4x16/2t128p32", "2c32p32n/4t32p32n", "8t128p32/8t32p32", "4t128p24/2t32p24"]
+REQUESTS = ["4t128p32f2/4t128p32", "2c16p32+4x16/2t128p32", "2c32p32n/4t32p32n", "8t128p32/8t32p32"]
 
 
 def requests_of(spec, dtype, windowed, rotate=(128, 32), strided=True):

@@ -124,7 +124,7 @@ def test_windows_are_of_one_run():
     [
         ((3, "token", 32), "bits: got 3, allowed 2, 4, 8"),
         ((2, "row", 32), "axis: got 'row'"),
-        ((2, "token", 32, 20), "page_size: got 20, allowed multiples of 8"),
+        ((2, "token", 32, 20), "page_size: got 20, allowed powers of two from 8"),
         ((2, "token", 0), "group_size: got 0"),
         ((8, "channel", 32), "axis='token'"),
         ((2, "channel", 24), "does not divide the page of 128 tokens"),

@@ -184,13 +184,12 @@ def page_shape(fmt: PageFormat, side: Side, head_dim: int) -> PageShape:
     )
 
 
-def page_block(fmt: PageFormat, head_dim: int, elements: int, least: int) -> int:
+def page_block(fmt: PageFormat, head_dim: int, elements: int) -> int:
     """Tokens of a page that are taken at a time: tiles of ``elements``, inside a group of tokens if there are any."""
-    block = min(elements // power(head_dim), power(fmt.page_size))
-    group = fmt.group_size
-    if fmt.axis == "channel" and fmt.bits < 8 and power(group) == group:
-        block = min(block, group)
-    return max(block, least)
+    block = min(elements // power(head_dim), fmt.page_size)
+    if fmt.axis == "channel" and fmt.bits < 8:
+        block = min(block, fmt.group_size)
+    return block
 
 
 @triton.jit

@@ -109,8 +109,7 @@ def _side_is_served(fmt: PageFormat, side: Side, head_dim: int) -> bool:
     if fmt.axis == "token":
         # A group holds whole fields.
         return fmt.group_size % words == 0
-    group = fmt.group_size
-    if power(group) != group or not 32 <= group <= fmt.page_size:
+    if fmt.group_size < 32:
         return False
     return not fmt.raised_count(4) or fmt.page_size == 128
 

@@ -89,13 +89,12 @@ def gather_pages_kernel(
         o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
     o_column = i_start + o_x
     m_out = m_t & (o_column >= 0) & (o_column < COLUMNS)
-    if G % BT == 0:
+    if i_page * G + i_slot + BT <= n:
         # All tokens are there, as nearly always: then none of them is looked at for that.
-        if i_page * G + i_slot + BT <= n:
-            m_t = tl.full([BT], 1, tl.int1)
-            b_x = load_page(page, i_head, i_slot, m_t, SHAPE, BT, BD)
-            store_tokens(out, b_x, i_bh * COLUMNS + o_column, m_out, rotation, SHAPE.D, ROTATE, BT, BD)
-            return
+        m_t = tl.full([BT], 1, tl.int1)
+        b_x = load_page(page, i_head, i_slot, m_t, SHAPE, BT, BD)
+        store_tokens(out, b_x, i_bh * COLUMNS + o_column, m_out, rotation, SHAPE.D, ROTATE, BT, BD)
+        return
     b_x = load_page(page, i_head, i_slot, m_t, SHAPE, BT, BD)
     store_tokens(out, b_x, i_bh * COLUMNS + o_column, m_out, rotation, SHAPE.D, ROTATE, BT, BD)
 
@@ -157,7 +156,7 @@ def _page_constants(fmt: PageFormat, run: int, side: Side, head_dim: int) -> dic
     return {
         "COUNTER": RUNS + 2 * run + (side == "values"),
         "SHAPE": page_shape(fmt, side, head_dim),
-        "BT": page_block(fmt, head_dim, TILE, 1),
+        "BT": page_block(fmt, head_dim, TILE),
         "num_warps": WARPS,
     }
 
@@ -268,8 +267,7 @@ def gather_unit(
             b_x = load_page(page, i_head, i_slot, m_t, SHAPE, BT, BD).to(tl.float32)
         elif m_sealed:
             # Pages are sealed whole: then none of their tokens is looked at.
-            m_page = o_t < G if G % BT else tl.full([BT], 1, tl.int1)
-            b_x = load_page(page, i_head, i_slot, m_page, SHAPE, BT, BD).to(tl.float32)
+            b_x = load_page(page, i_head, i_slot, tl.full([BT], 1, tl.int1), SHAPE, BT, BD).to(tl.float32)
         else:
             p_window = window + (i_window * G + o_t)[:, None] * D + o_d[None, :]
             b_x = tl.load(p_window, mask=m_t[:, None] & m_d, other=0.0).to(tl.float32)
@@ -336,7 +334,7 @@ def _requests_launch(
     """Takes results, new tokens, units, requests, windows if there are any, the table, and pages."""
     form = StoreFormat.parse(store)
     formats, (units, requests, blocks) = form.runs[0], sizes
-    block = min(page_block(fmt, dim, TILE, 1) for fmt, dim in zip(formats, dims, strict=True))
+    block = min(page_block(fmt, dim, TILE) for fmt, dim in zip(formats, dims, strict=True))
     shapes = [page_shape(fmt, side, dim) for fmt, side, dim in zip(formats, SIDES, dims, strict=True)]
     # The reference multiplies and adds, and rounds both.
     constants = {"H": heads, "KEYS": shapes[0], "VALUES": shapes[1], "BT": block, "enable_fp_fusion": False}

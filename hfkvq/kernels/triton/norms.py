@@ -32,7 +32,6 @@ class NormShape(NamedTuple):
         D: channels.
         G: tokens of a page.
         BD: D, a power of two.
-        BG: G, likewise.
         ROUNDS: see `Balance`.
         DEVIATION: whether that is the rule.
     """
@@ -41,7 +40,6 @@ class NormShape(NamedTuple):
     D: int
     G: int
     BD: int
-    BG: int
     ROUNDS: int
     DEVIATION: bool
 
@@ -153,7 +151,7 @@ def factors_of_error(
 
 @triton.jit
 def page_factors(p_out, p_x, b_column, s_l, s_d, SHAPE: tl.constexpr):
-    """Writes factors of one page of one head: columns ``b_column`` [BG] of its tokens.
+    """Writes factors of one page of one head: columns ``b_column`` [G] of its tokens.
 
     The page is [A, B]: factors along A (tokens, if scales are per channel), scales along B.
     """
@@ -161,11 +159,10 @@ def page_factors(p_out, p_x, b_column, s_l, s_d, SHAPE: tl.constexpr):
     D: tl.constexpr = SHAPE.D
     G: tl.constexpr = SHAPE.G
     BD: tl.constexpr = SHAPE.BD
-    BG: tl.constexpr = SHAPE.BG
     NA: tl.constexpr = G if PER_CHANNEL else D
     NB: tl.constexpr = D if PER_CHANNEL else G
-    A: tl.constexpr = BG if PER_CHANNEL else BD
-    B: tl.constexpr = BD if PER_CHANNEL else BG
+    A: tl.constexpr = G if PER_CHANNEL else BD
+    B: tl.constexpr = BD if PER_CHANNEL else G
     o_c = tl.arange(0, BD)
     b_column = b_column.to(tl.int64)
     if PER_CHANNEL:
@@ -194,7 +191,7 @@ def page_norms_kernel(out, source, index, new, s_b, s_h, s_l, s_d, H, M, L, SHAP
     if new is not None:
         if i_p * G >= tl.load(new + i_b):
             return
-    o_t = tl.arange(0, SHAPE.BG)
+    o_t = tl.arange(0, G)
     b_column = tl.load(index + i_b * M + i_p * G + o_t, mask=o_t < G, other=0)
     b_column = tl.minimum(tl.maximum(b_column, 0), L - 1)
     p_out = out + (i_bh * (M // G) + i_p) * (G if SHAPE.PER_CHANNEL else SHAPE.D)
@@ -212,7 +209,7 @@ def page_norms_triton(
 ) -> Tensor:
     """Launcher of `hfkvq.kernels.page_norms`; pages that outgrow registers, and f64, take the reference."""
     batch, heads, length, head_dim = source.shape
-    elements = power(page) * power(head_dim)
+    elements = page * power(head_dim)
     if elements > MOST_ELEMENTS or source.dtype == torch.float64 or rule not in RULES:
         return reference("page_norms")(source, index, axis, page, rounds, rule, new)
     pages, size = index.shape[1] // page, page if axis == "channel" else head_dim
@@ -236,11 +233,9 @@ def page_norms_triton(
 
 def norm_constants(axis: str, page: int, head_dim: int, rounds: int, rule: str) -> dict[str, Any]:
     """Constants of `page_norms_kernel`, its number of warps included."""
-    elements = power(page) * power(head_dim)
+    elements = page * power(head_dim)
     return {
-        "SHAPE": NormShape(
-            axis == "channel", head_dim, page, power(head_dim), power(page), rounds, rule == "deviation"
-        ),
+        "SHAPE": NormShape(axis == "channel", head_dim, page, power(head_dim), rounds, rule == "deviation"),
         # 252 registers for a page of 128 x 128; sixteen warps have 128 each, and spill.
         "num_warps": 16 if elements > 16384 else max(4, min(8, elements // 1024)),
         # The reference multiplies and adds, and rounds both.
@@ -250,7 +245,7 @@ def norm_constants(axis: str, page: int, head_dim: int, rounds: int, rule: str) 
 
 def norms_wanted(fmt: PageFormat, heads: int, head_dim: int, balance: Balance, dtype: torch.dtype) -> Iterator[Wanted]:
     """The variant for prompts and for steps."""
-    if power(fmt.page_size) * power(head_dim) <= MOST_ELEMENTS:
+    if fmt.page_size * power(head_dim) <= MOST_ELEMENTS:
         constants = norm_constants(fmt.axis, fmt.page_size, head_dim, *balance)
         tensors = (torch.float16, dtype, torch.int32, torch.int32)
         yield Wanted(page_norms_kernel, (*tensors, 16, 16, 16, 1, heads, 1, 1), constants)

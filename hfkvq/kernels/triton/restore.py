@@ -60,7 +60,7 @@ def restore_kernel(
 @lru_cache(maxsize=256)
 def _launch(store: str, heads: int, dims: tuple[int, int], rows: int, blocks: int, device: torch.device) -> Launch:
     formats = StoreFormat.parse(store).runs[0]
-    block = min(page_block(fmt, dim, TILE, 1) for fmt, dim in zip(formats, dims, strict=True))
+    block = min(page_block(fmt, dim, TILE) for fmt, dim in zip(formats, dims, strict=True))
     shapes = [page_shape(fmt, side, dim) for fmt, side, dim in zip(formats, SIDES, dims, strict=True)]
     # The reference multiplies and adds, and rounds both.
     constants = {"H": heads, "KEYS": shapes[0], "VALUES": shapes[1], "BT": block, "enable_fp_fusion": False}

@@ -176,7 +176,7 @@ def seal_page(side, p_weight, i_bh, i_h, i_head, i_w, i_start, H, SHAPE: tl.cons
             p_own = p_norm
             if side.norm is not None:
                 p_own = p_norm + i_j
-            o_t = tl.arange(0, SEAL.NG * SEAL.BG)
+            o_t = tl.arange(0, T)
             seal_channels(
                 side.page, p_source + i_j * D, None, o_t, None, p_weight, p_own, i_head, i_start + i_j,
                 i % SHAPE.SLICES, D, 1, SEAL,
@@ -337,7 +337,7 @@ def _sides(
             given = norm_constants(fmt.axis, fmt.page_size, dim, *own)
             norm, warps = given["SHAPE"], max(warps, given["num_warps"])
         warps = max(warps, seal["num_warps"])
-        name, block = ("KEYS", "VALUES")[at], page_block(fmt, dim, TILE, 1)
+        name, block = ("KEYS", "VALUES")[at], page_block(fmt, dim, TILE)
         found.append(
             SideShape(
                 D=dim, W=width, ALL=every[name], HEAD=head[name], SEAL=seal["SHAPE"], CHANNEL=channel, TILES=tiles,
@@ -352,11 +352,10 @@ def _is_served(form: StoreFormat, dims: Sequence[int], rule: str) -> bool:
     """True where pages of both sides are sealed by one program for each head."""
 
     def fits(fmt: PageFormat, dim: int) -> bool:
-        page, group = fmt.page_size, fmt.group_size
         # Walks through a page take as many programs as it has pairs of tokens.
-        if fmt.trellis or fmt.bits >= 8 or page != power(page) or (fmt.normed and page * power(dim) > MOST_ELEMENTS):
+        if fmt.trellis or fmt.bits >= 8 or (fmt.normed and fmt.page_size * power(dim) > MOST_ELEMENTS):
             return False
-        return fmt.axis == "token" or (group == power(group) and (not rule or ranks_in_kernel(fmt, dim)))
+        return fmt.axis == "token" or not rule or ranks_in_kernel(fmt, dim)
 
     return len(form.runs) == 1 and all(fits(fmt, dim) for fmt, dim in zip(form.runs[0], dims, strict=True))
 

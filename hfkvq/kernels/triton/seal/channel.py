@@ -49,7 +49,6 @@ class ChannelShape(NamedTuple):
         N4: channels that a page stores at 4 bits.
         N16: those at 16 bits.
         NG: groups of a program.
-        BG: tokens of a group, a power of two.
         BE: words of a program.
         BD: D, a power of two.
         FL: fields along a warp.
@@ -71,7 +70,6 @@ class ChannelShape(NamedTuple):
     N4: int
     N16: int
     NG: int
-    BG: int
     BE: int
     BD: int
     FL: int
@@ -81,7 +79,7 @@ class ChannelShape(NamedTuple):
 @triton.jit
 def fit_channels(
     p_source, p_column, p_norm, o_d, m_d, s_l, s_d, LEVELS: tl.constexpr, FIT: tl.constexpr, GROUP: tl.constexpr,
-    NG: tl.constexpr, BG: tl.constexpr, LOSES: tl.constexpr,
+    NG: tl.constexpr, LOSES: tl.constexpr,
 ):  # fmt: skip
     """Scale and zero (f16) of groups of these channels, [NG, CN]; with LOSES also each channel's squared errors, [CN].
 
@@ -89,22 +87,20 @@ def fit_channels(
     where there are channels enough. Loads that the compiler sees to be contiguous would deal tokens out to lanes.
     """
     CN: tl.constexpr = o_d.shape[0]
-    LANES: tl.constexpr = 4 if BG >= 4 else BG
-    ROWS: tl.constexpr = BG // LANES
-    o_i = tl.arange(0, NG * BG * CN)
+    LANES: tl.constexpr = 4 if GROUP >= 4 else GROUP
+    ROWS: tl.constexpr = GROUP // LANES
+    o_i = tl.arange(0, NG * GROUP * CN)
     o_slot = o_i // (LANES * CN * NG) * LANES + (o_i % LANES ^ (LANES > 1))
-    o_t = o_i // (LANES * CN) % NG * BG + o_slot
-    o_x = tl.reshape(tl.broadcast_to(o_d[None, None, :, None], (ROWS, NG, CN, LANES)), (NG * BG * CN,))
-    m_x = tl.reshape(tl.broadcast_to(m_d[None, None, :, None], (ROWS, NG, CN, LANES)), (NG * BG * CN,))
-    if BG != GROUP:
-        m_x = m_x & (o_slot < GROUP)
+    o_t = o_i // (LANES * CN) % NG * GROUP + o_slot
+    o_x = tl.reshape(tl.broadcast_to(o_d[None, None, :, None], (ROWS, NG, CN, LANES)), (NG * GROUP * CN,))
+    m_x = tl.reshape(tl.broadcast_to(m_d[None, None, :, None], (ROWS, NG, CN, LANES)), (NG * GROUP * CN,))
     b_column = o_t.to(tl.int64)
     if p_column is not None:
         b_column = tl.load(p_column + o_t, mask=m_x, other=0).to(tl.int64)
     b_x = tl.load(p_source + b_column * s_l + o_x * s_d, mask=m_x, other=0.0).to(tl.float32)
     if p_norm is not None:
         b_norm = tl.load(p_norm + o_t, mask=m_x, other=1.0).to(tl.float32)
-        b_x = b_x * tl.math.div_rn(tl.full([NG * BG * CN], 1.0, tl.float32), b_norm)
+        b_x = b_x * tl.math.div_rn(tl.full([NG * GROUP * CN], 1.0, tl.float32), b_norm)
     b_x, m_x = tl.reshape(b_x, (ROWS, NG, CN, LANES)), tl.reshape(m_x, (ROWS, NG, CN, LANES))
     b_units, b_scale, b_zero, b_low, b_step, b_per_step, b_count, b_sum = in_steps(b_x, m_x, LEVELS, 0, 3)
     if FIT:
@@ -148,20 +144,18 @@ def seal_channels(
     COUNT4: tl.constexpr = SHAPE.COUNT4
     COUNT16: tl.constexpr = SHAPE.COUNT16
     NG: tl.constexpr = SHAPE.NG
-    BG: tl.constexpr = SHAPE.BG
     BE: tl.constexpr = SHAPE.BE
     FL: tl.constexpr = SHAPE.FL
     VEC: tl.constexpr = SHAPE.VEC
     FIELDS: tl.constexpr = 16 // BITS
     LEVELS: tl.constexpr = (1 << BITS) - 1
     E: tl.constexpr = (D + FIELDS - 1) // FIELDS
-    BT: tl.constexpr = NG * BG
+    BT: tl.constexpr = NG * GROUP
     o_t = tl.arange(0, BT)
-    # Several groups, or raised channels: no group is padded.
-    m_t = o_t >= 0 if BG == GROUP else o_t < GROUP
+    m_t = o_t >= 0
     FH: tl.constexpr = FIELDS // FL
     C: tl.constexpr = FL * BE
-    EXACT: tl.constexpr = (BE * FIELDS == D) & (BG == GROUP)
+    EXACT: tl.constexpr = BE * FIELDS == D
     RAISES: tl.constexpr = (CHOOSE > 0) | (p_widths is not None)
     i_slot = i_token % G
 
@@ -204,7 +198,7 @@ def seal_channels(
     elif CHOOSE > 0:
         if CHOOSE == 3:
             b_fitted, b_least, b_lost = fit_channels(
-                p_source, p_column, None, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, BG, True
+                p_source, p_column, None, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, True
             )
             if FITS:
                 store_groups(page.scale, page.zero, b_fitted, b_least, i_group, o_d, m_d, D, NG)
@@ -235,7 +229,7 @@ def seal_channels(
     if FITS:
         if CHOOSE != 3:
             b_fitted, b_least, _ = fit_channels(
-                p_source, p_column, p_norm, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, BG, False
+                p_source, p_column, p_norm, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, False
             )
             store_groups(page.scale, page.zero, b_fitted, b_least, i_group, o_d, m_d, D, NG)
         if COUNT4 > 0 and RAISES:
@@ -247,7 +241,7 @@ def seal_channels(
             # Other programs may have other words.
             m_r4, o_r4 = o_r4 >= 0, tl.maximum(o_r4, 0)
             b_fitted, b_least, _ = fit_channels(
-                p_source, p_column, None, o_r4, m_r4, s_l, s_d, 15, FIT, GROUP, NG, BG, False
+                p_source, p_column, None, o_r4, m_r4, s_l, s_d, 15, FIT, GROUP, NG, False
             )
             # They have scales of low width from all of them.
             tl.debug_barrier()
@@ -271,10 +265,7 @@ def seal_channels(
         b_zero = tl.load(page.zero + i_group + o_group, mask=m_group, other=0.0)
     else:
         # NaN does not count in a minimum. [FH, NG, C]
-        b_own = b_x
-        if BG != GROUP:
-            b_own = tl.where(m_t[None, :, None], b_x, float("nan"))
-        b_own = tl.reshape(b_own, (FH, NG, BG, C))
+        b_own = tl.reshape(b_x, (FH, NG, GROUP, C))
         b_low, b_high = tl.min(b_own, 2), tl.max(b_own, 2)
         if is_wide(b_low, b_high):
             # Loaded once more: hardly ever, and registers for it would cost every
@@ -284,8 +275,8 @@ def seal_channels(
             if page.norm is not None:
                 b_again = b_again * b_share[None, :, None]
             m_own = m_t[None, :, None] & (tl.abs(b_again) <= F16_MAX)
-            b_low = tl.min(tl.reshape(tl.where(m_own, b_again, float("inf")), (FH, NG, BG, C)), 2)
-            b_high = tl.max(tl.reshape(tl.where(m_own, b_again, float("-inf")), (FH, NG, BG, C)), 2)
+            b_low = tl.min(tl.reshape(tl.where(m_own, b_again, float("inf")), (FH, NG, GROUP, C)), 2)
+            b_high = tl.max(tl.reshape(tl.where(m_own, b_again, float("-inf")), (FH, NG, GROUP, C)), 2)
         b_scale, b_zero = affine_scale(b_low, b_high, m_high)
     if COUNT16 > 0 and RAISES:
         b_scale = tl.where(m_16[:, None, :], 0.0, b_scale).to(tl.float16)
@@ -300,7 +291,9 @@ def seal_channels(
     b_inverse = inverse_of(b_scale.to(tl.float32))[:, :, None, :]
     b_levels = tl.where(m_high, 15.0, LEVELS * 1.0)[:, :, None, :]
     # A channel that is kept whole has scale 0, hence code 0 without more ado.
-    b_code = affine_codes(tl.reshape(b_x, (FH, NG, BG, C)), b_inverse, b_zero.to(tl.float32)[:, :, None, :], b_levels)
+    b_code = affine_codes(
+        tl.reshape(b_x, (FH, NG, GROUP, C)), b_inverse, b_zero.to(tl.float32)[:, :, None, :], b_levels
+    )
     b_word = tl.reshape(b_code, (FH, BT, FL, BE // VEC, VEC))
     if COUNT4 > 0 and RAISES:
         b_word = b_word & LEVELS
@@ -369,8 +362,8 @@ def seal_channel_kernel(
     i_g, i_bh, i_e = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_b, i_h = i_bh // H, i_bh % H
     i_j = i_g * (SHAPE.NG * SHAPE.GROUP)
-    o_t = tl.arange(0, SHAPE.NG * SHAPE.BG)
-    m_t = o_t >= 0 if SHAPE.BG == SHAPE.GROUP else o_t < SHAPE.GROUP
+    o_t = tl.arange(0, SHAPE.NG * SHAPE.GROUP)
+    m_t = o_t >= 0
     # Three loads at once, before one of them may say that there is nothing to do.
     i_count = tl.load(count + i_b)
     p_column = index + i_b * M + i_j
@@ -395,8 +388,7 @@ def seal_channel_kernel(
 
 def ranks_in_kernel(form: PageFormat, head_dim: int) -> bool:
     """True where one program can hold a page, in the order of the rule's sums."""
-    tile = form.page_size * fields_of(form.bits) * power(form.words(head_dim))
-    return form.page_size == power(form.page_size) and form.group_size == power(form.group_size) and tile <= MAX_TILE
+    return form.page_size * fields_of(form.bits) * power(form.words(head_dim)) <= MAX_TILE
 
 
 def channel_constants(
@@ -404,7 +396,6 @@ def channel_constants(
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Programs for groups of tokens and for slices of words, and what `seal_channel_kernel` takes by name."""
     group, fields = form.group_size, fields_of(form.bits)
-    block = power(group)
     # Ranks and words of raised channels need the whole page; else a group, and no more words than a program holds.
     found = parse_rule(rule) if rule else Rule("")
     fits = bool(form.fit) or found.name == "error"
@@ -412,7 +403,7 @@ def channel_constants(
     words = max(2, power(form.words(head_dim)))
     if not rule:
         tile = CHANNEL_TILE // 2 if fits else CHANNEL_TILE
-        words = max(2, min(words, tile // (groups * block * fields)))
+        words = max(2, min(words, tile // (groups * group * fields)))
     slices = 1 if rule else cdiv(form.words(head_dim), words)
     shape = ChannelShape(
         D=head_dim,
@@ -430,11 +421,10 @@ def channel_constants(
         N4=form.raised_room(4),
         N16=form.raised_room(16),
         NG=groups,
-        BG=block,
         BE=words,
         BD=power(head_dim),
         FL=min(fields, 4, max(1, 64 // words)),
         VEC=2,
     )
-    warps = warps_of(groups * block * fields * words, FIT_THREAD if fits else CHANNEL_THREAD)
+    warps = warps_of(groups * group * fields * words, FIT_THREAD if fits else CHANNEL_THREAD)
     return (tokens // (groups * group), slices), {"SHAPE": shape, "num_warps": warps}

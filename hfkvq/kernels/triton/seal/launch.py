@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ...dispatch import Keep, reference
+from ...dispatch import Keep
 from ...pages import PageFormat, Side
 from ...seal import channel_widths
-from .._lib import page_nest, power, side_kinds
+from .._lib import page_nest, side_kinds
 from ..compile import Wanted
 from ..launch import Launch
 from .channel import channel_constants, ranks_in_kernel, seal_channel_kernel
@@ -27,12 +27,10 @@ from .trellis import (
 
 
 def seal_triton(*given: Any, keep: Keep | None = None) -> None:
-    """Launcher of `hfkvq.kernels.seal`; formats without a kernel take the reference."""
+    """Launcher of `hfkvq.kernels.seal`."""
     parts, table, count, new, source, index, widths, fmt, side, choose, q_abs, norm = given
-    form, at, odd = _facts(fmt)
+    form, at = _facts(fmt)
     stored = source if at is None else parts[at]
-    if odd:
-        return reference("seal")(*given)
     assert all([part.is_contiguous() for part in parts]), "pages are contiguous: they are written in place"
     batch, heads, _, head_dim = source.shape
     tokens = index.shape[1]
@@ -68,9 +66,7 @@ def seal_wanted(
     weighed: bool,
 ) -> Iterator[Wanted]:
     """The variant for a source (B, H, D) of the model's dtype: raised by a rule, with weights or not, or by widths."""
-    form, _, odd = _facts(fmt.spec)
-    if odd:
-        return
+    form, _ = _facts(fmt.spec)
     if rule and not _ranks(form, shape[2], rule):
         rule = None
     weighed = weighed and bool(rule)
@@ -88,13 +84,11 @@ def _ranks(form: PageFormat, head_dim: int, rule: str) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _facts(fmt: str) -> tuple[PageFormat, int | None, bool]:
-    """A format, which of its tensors is in the model's dtype, and whether it has no kernel."""
+def _facts(fmt: str) -> tuple[PageFormat, int | None]:
+    """A format, and which of its tensors is in the model's dtype."""
     form = PageFormat.parse(fmt)
     at = 0 if form.bits == 16 else form.names.index("full") if form.raised_count(16) else None
-    odd = form.page_size != power(form.page_size) or form.group_size != power(form.group_size)
-    # Tokens that share a word would lie in tiles of different shapes.
-    return form, at, bool(form.raised_count(4)) and odd
+    return form, at
 
 
 @lru_cache(maxsize=1024)

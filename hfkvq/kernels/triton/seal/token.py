@@ -275,7 +275,7 @@ def seal_unpacked_kernel(
 def _slots(form: PageFormat, tokens: int, most: int) -> tuple[int, int]:
     """Slots of a tile, which lies within a page, and how many tiles new tokens can touch."""
     # Every size is a variant to compile, so there are two: steps of a token, and all else.
-    block = 1 if tokens == 1 else min(form.page_size & -form.page_size, power(most))
+    block = 1 if tokens == 1 else min(form.page_size, power(most))
     return block, (tokens + block - 2) // block + 1
 
 

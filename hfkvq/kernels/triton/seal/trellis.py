@@ -307,7 +307,6 @@ class MeasureShape(NamedTuple):
         N3: channels whose rest is walked again.
         RULED: whether channels are ranked by what they would lose.
         BD: D, a power of two.
-        BG: G, a power of two.
     """
 
     D: int
@@ -315,12 +314,11 @@ class MeasureShape(NamedTuple):
     N3: int
     RULED: bool
     BD: int
-    BG: int
 
 
 @triton.jit
 def largest(b_x):
-    """Largest magnitude along tokens [BG, BD] that f16 holds, and parts of 1: [1, BD]."""
+    """Largest magnitude along tokens [G, BD] that f16 holds, and parts of 1: [1, BD]."""
     b_abs = tl.abs(b_x)
     b_top = tl.maximum(tl.max(tl.where(b_abs <= F16_MAX, b_abs, 0.0), 0), F16_TINY)[None, :]
     return b_top, tl.math.div_rn(tl.zeros_like(b_top) + PARTS, b_top)
@@ -339,7 +337,7 @@ def measure_keys_kernel(page, table, count, new, source, index, widths, weight, 
         return
     i_page = (tl.load(count + i_b) + i_t * G) // G
     i_head = tl.load(table + i_b * N + i_page).to(tl.int64) * H + i_h
-    o_t, o_d = tl.arange(0, SHAPE.BG), tl.arange(0, BD)
+    o_t, o_d = tl.arange(0, SHAPE.G), tl.arange(0, BD)
     m_t, m_d = o_t < G, o_d < D
     b_column = tl.load(index + i_b * M + i_t * G + o_t, mask=m_t, other=0).to(tl.int64)
     p_x = source + i_b * strides[0] + i_h * strides[1] + b_column[:, None] * strides[2] + (o_d * strides[3])[None, :]
@@ -398,8 +396,8 @@ def walk_constants(
 
 def measure_constants(form: PageFormat, ruled: bool, tokens: int, head_dim: int) -> tuple[int, dict[str, Any]]:
     """Programs for so many tokens, and what `measure_keys_kernel` takes by name."""
-    shape = MeasureShape(head_dim, form.page_size, form.raised_count(3), ruled, power(head_dim), power(form.page_size))
-    warps = warps_of(shape.BD * shape.BG, MEASURED_THREAD)
+    shape = MeasureShape(head_dim, form.page_size, form.raised_count(3), ruled, power(head_dim))
+    warps = warps_of(shape.BD * shape.G, MEASURED_THREAD)
     return tokens // form.page_size, {"SHAPE": shape, "num_warps": warps}
 
 
