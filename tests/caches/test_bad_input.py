@@ -187,7 +187,7 @@ def test_bad_token_harms_no_other(scheme, bad):
             r"group_size: got 32, which does not divide head_dim 48.*choose a divisor",
         ),
         ("kivi", {"group_size": 24}, 48, r"group_size: got 24, which does not divide the page of 128 tokens"),
-        ("kitty", {"page_size": 20}, 64, r"page_size: got 20, allowed multiples of 8"),
+        ("kitty", {"page_size": 20}, 64, r"page_size: got 20, allowed powers of two"),
     ],
 )
 def test_scheme_that_cannot_hold_the_model(name, knobs, dim, message):
