@@ -266,7 +266,7 @@ def test_unknown_knob_shows_the_nearest(make_scheme):
         ("full", {"page_size": 2000}, r"page_size: got 2000, allowed 8 to 1024"),
         ("mixkvq", {"most_bf16": 0.6, "most_int4": 0.5}, r"most_bf16, most_int4: got 0\.6 and 0\.5, .* together"),
         ("mixkvq", {"group_size": 48}, r"group_size: got 48, which does not divide the page of 128 tokens"),
-        ("mixkvq", {"page_size": 100}, r"page_size: got 100, allowed multiples of 8"),
+        ("mixkvq", {"page_size": 100}, r"page_size: got 100, allowed powers of two"),
         ("arkv", {"budget_tokens": 32}, r"budget_tokens: got 32, allowed more than the window of 32 .*raise it"),
         ("arkv", {"window": 2000}, r"budget_tokens: got 1024, allowed more than the window of 2000"),
         ("arkv", {"alpha": 0.0}, r"alpha: got 0.*more than 0 up to 1"),
