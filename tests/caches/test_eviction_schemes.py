@@ -1,7 +1,7 @@
 """Schemes that evict, without a cache: contract, evidence, and scores and budgets against those of kvpress.
 
-What kvpress computes (https://github.com/NVIDIA/kvpress, commit 8bb29b9c) is written down here in plain PyTorch; the
-numbers in kvpress.json are what its functions gave for the tensors made here.
+The numbers in kvpress.json are what functions of kvpress (https://github.com/NVIDIA/kvpress, commit 8bb29b9c) gave for
+the tensors made here.
 """
 
 from __future__ import annotations
@@ -69,12 +69,6 @@ def columns(scores, room, first, newest):
     return [row.nonzero().flatten().tolist() for row in keep_mask(scores, length, length * 0 + room, first, newest)]
 
 
-def probabilities(queries=QUERIES, keys=KEYS):
-    """Causal attention (B, Hq, T, T)."""
-    logits = queries @ keys.repeat_interleave(SHARE, 1).mT / math.sqrt(DIM)
-    return logits.masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -torch.inf).softmax(-1)
-
-
 def assert_numbers(got, name):
     torch.testing.assert_close(got, torch.tensor(KVPRESS[name]), rtol=0, atol=2e-6)
 
@@ -86,9 +80,6 @@ class TestKvpress:
         """The window's queries, averaged; pooled over what is before the window alone, zeros beyond; then the group."""
         scheme = SnapKV(window=4, kernel=3)
         scores = scheme.scores(evidence(scheme))
-        paid = probabilities()[0, :, -4:, :-4].mean(1)
-        pooled = torch.nn.functional.pad(paid, (1, 1)).unfold(1, 3, 1).sum(2) / 3
-        torch.testing.assert_close(scores[:, :-4], pooled.view(HEADS, SHARE, -1).mean(1))
         assert_numbers(scores[:, :-4], "snapkv")
         assert (scores[:, -4:] == 0).all()
 
@@ -96,14 +87,12 @@ class TestKvpress:
         """The last query, averaged over all heads of the layer."""
         scheme = TOVA()
         scores = scheme.scores(evidence(scheme)).mean(0)
-        torch.testing.assert_close(scores, probabilities()[0, :, -1].mean(0))
         assert_numbers(scores[None, :-1], "tova")
 
     def test_h2o(self):
         """Its ObservedAttention is H2O's sum over queries, divided by how many of them see the token."""
         scores = H2O().scores(evidence(H2O()))
         seen_by = torch.arange(TOKENS, 0, -1)
-        torch.testing.assert_close(scores, probabilities()[0].sum(1).view(HEADS, SHARE, -1).mean(1))
         assert_numbers(scores / seen_by, "h2o")
 
     def test_expected_attention_of_given_statistics(self):

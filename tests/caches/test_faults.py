@@ -12,7 +12,7 @@ from hfkvq import MixedKVCache
 from hfkvq.caches.steps.step_buffer import StepBuffer
 from hfkvq.caches.store import kvstore
 from hfkvq.kernels import hadamard, use_interpreter
-from tests.caches.driver import DIM, HEADS, forward, make, small, stored
+from tests.caches.driver import DIM, HEADS, forward, make, same_bits, small, stored
 from tests.caches.models import build, prompt
 
 
@@ -61,13 +61,6 @@ def bits(cache):
         rows = [stored(layer, i) for i in range(layer.batch_size)] if layer.seen else []
         found.append([{key: x.float() for key, x in row.items()} for row in rows])
     return found
-
-
-def same(a, b):
-    if len(a) != len(b):
-        return False
-    pairs = zip(a, b, strict=True)
-    return all(x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in pairs)
 
 
 @pytest.mark.parametrize("name", ["int4", "kvarn"])
@@ -128,7 +121,7 @@ def test_a_refused_crop_changes_no_layer(model):
     with pytest.raises(NotImplementedError, match="crop: cannot remove 60 tokens"):
         cache.crop(-60)
     assert [layer.seen for layer in cache.layers] == [150, 150]
-    assert all(same(*pair) for pair in zip(bits(cache), before, strict=True))
+    assert same_bits(bits(cache), before)
 
 
 @pytest.mark.parametrize("name", ["arkv", "snapkv", "h2o", "kitty"])
