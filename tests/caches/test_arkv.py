@@ -35,6 +35,7 @@ from tests.caches.driver import (
     stored,
 )
 from tests.caches.models import build, prompt
+from tests.caches.test_generate import _generate
 
 TIGHT = {"budget_tokens": 40, "window": 8, "page_size": 8}
 NO = torch.zeros(3, dtype=torch.bool)
@@ -293,23 +294,12 @@ def test_budget_in_bytes():
 # Models.
 
 
-def generate(model, cache, ids, mask=None, **more):
-    return model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids) if mask is None else mask,
-        past_key_values=cache,
-        max_new_tokens=20,
-        do_sample=False,
-        **more,
-    )
-
-
 def test_attention_that_hides_its_queries_evicts_nothing(caplog):
     model, ids = build("llama", attention="eager"), prompt(1, 60)
     cache = ARKVCache(model, attach=False, **TIGHT)
-    expected = generate(model, DynamicCache(config=model.config), ids)
+    expected = _generate(model, DynamicCache(config=model.config), ids, max_new_tokens=20)
     with caplog.at_level(logging.WARNING):
-        assert torch.equal(generate(model, cache, ids), expected)
+        assert torch.equal(_generate(model, cache, ids, max_new_tokens=20), expected)
     assert sum("did not see the queries" in x.message for x in caplog.records) == 1
     assert not any(layer.evicted for layer in cache.layers)
 

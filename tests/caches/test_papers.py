@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hfkvq import get_scheme
-from hfkvq.kernels.arguments import AttentionArguments
-from tests.caches.driver import HEADS, SHARE, feed, feed_as_is, make, row
+from tests.caches.driver import HEADS, SHARE, feed, feed_as_is, forward, join, make, row
 
 # A page of either side fills 44 steps behind the prompt.
 PROMPT, STEPS, WIDE = 500, 60, 128
@@ -113,23 +112,13 @@ def test_arkv_keeps_the_papers_tokens():
     )
     for head in range(HEADS):
         assert first[head] == [*sorted(best[head].tolist()), *range(668, 700)]
-    layer.update(own.keys[None, :, 700:701], own.values[None, :, 700:701])
-    feed_step(layer, own, 700)
+    forward(layer, *join([own[700:701]]))
     for head, held in enumerate(kept_columns(layer)):
         columns = torch.tensor([*first[head], 700])
         keys = own.keys[:, columns].double()
         score = released_scores(own.queries[:, 700:701].double(), keys, 32, 0.0)[head]
         stays = columns[score.topk(int(0.75 * (513 - 32))).indices]
         assert sorted(held) == [*sorted(stays.tolist()), *range(669, 701)]
-
-
-def feed_step(layer, own, at):
-    """Attention of one token that the layer has been given."""
-    arguments = AttentionArguments(own.keys.shape[2] ** -0.5)
-    query = own.queries[None, :, at : at + 1]
-    assert layer.begin(None, 1)
-    layer.attend(query, arguments)
-    layer.finish(query, arguments)
 
 
 def kept_columns(layer):
