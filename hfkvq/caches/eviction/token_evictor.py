@@ -15,7 +15,6 @@ from ..base import warn_once
 from ..layer_state.base import LayerBase
 from ..schemes.eviction import EvictionScheme
 from ..schemes.score_inputs import keep_mask
-from ..store import MAX_STEP
 from ..store.packing import Packed
 from ..store.requantize import keep_tokens, positions
 from .evictor import EvictingGroup, Eviction, QueryWindow, choose, shared, store_choice, stored_evidence, token_order
@@ -23,16 +22,12 @@ from .evictor import EvictingGroup, Eviction, QueryWindow, choose, shared, store
 NEVER = 1 << 62
 """Tokens that no row will ever have."""
 
-Rows = frozenset[tuple[int, int]]
-"""States that rows may be in: tokens given so far, and tokens held."""
-
 
 class TokenEvictor(Eviction[EvictionScheme]):
     """Keeps the tokens of highest score, each once and for all as the layout has it.
 
-    How many tokens a row has been given and how many it holds follow from its length before, so the host knows when a
-    trim is due, and a first prompt that goes beyond its budget is never stored whole: see
-    `hfkvq.caches.eviction.evictor`.
+    The host works out at each prompt and trim when the next trim is due, and a first prompt that goes beyond its budget
+    is never stored whole: see `hfkvq.caches.eviction.evictor`.
 
     A token that leaves lets older ones move up in the order of columns, so nothing is evicted once columns have a
     meaning of their own: where padding stands among a row's tokens, or attention has a bias for each column.
@@ -44,10 +39,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
 
     def forget(self) -> None:
         super().forget()
-        self._stuck = self._long = False
-        # Since tokens have been evicted: rows, and tokens seen then.
-        self._rows: Rows = frozenset()
-        self._rows_at = 0
+        self._stuck = False
 
     @property
     def full_at(self) -> int:
@@ -64,27 +56,11 @@ class TokenEvictor(Eviction[EvictionScheme]):
 
     # An attention call.
 
-    def before_begin(self) -> bool:
-        self._long = self.layer.new_columns > MAX_STEP
-        return super().before_begin()
-
     def after_begin(self) -> None:
         super().after_begin()
-        layer = self.layer
-        padding, new = layer.padding, layer.new_columns
-        if padding is None:
-            return
-        if padding.source is not None:
+        padding = self.layer.padding
+        if padding is not None and padding.source is not None:
             self._stick("padding stands among its tokens")
-        elif layer.evicted:
-            # Rows that begin now.
-            before = self._rows_at_length(layer.seen - new)
-            self._rows = frozenset(
-                (given + new - lead, held + new - lead)
-                for given, held in before
-                for lead in (padding.amounts if held == 0 else (0,))
-            )
-            self._rows_at = layer.seen
 
     def note_queries(self, query: Tensor, arguments: AttentionArguments) -> None:
         if arguments.bias is not None:
@@ -108,7 +84,6 @@ class TokenEvictor(Eviction[EvictionScheme]):
             return False
         store_choice(layer, choice, self.policy.window)
         self.pending = None
-        self._rows, self._rows_at = choice.rows, layer.seen
         if self.asks_every_step:
             scores = choice.scores
             if choice.padding is not None:
@@ -116,33 +91,25 @@ class TokenEvictor(Eviction[EvictionScheme]):
                 lead = choice.padding.lead.long().repeat_interleave(self.layer.held().fold)
                 scores = scores.gather(1, (rank + lead[:, None]).clamp(max=scores.shape[1] - 1))
             self._remember(scores)
-        self._plan_trim()
+        self._plan_trim(*torch.tensor(sorted(choice.rows), dtype=torch.int64, device="cpu").T)
         return True
 
-    # The host's knowledge of rows.
+    # When steps trim.
 
-    def _rows_at_length(self, seen: int) -> Rows:
-        """Rows once ``seen`` tokens had come, of which none has been evicted since the last trim."""
+    def _lengths(self) -> tuple[Tensor, Tensor]:
+        """Tokens that rows have been given, and that they hold: i64. Asks the device once some are gone."""
+        store = self.layer.held()
         if not self.layer.evicted:
-            more = seen - self.layer.seen
-            return frozenset((state.length + more, state.length + more) for state in self.layer.held().states)
-        more = seen - self._rows_at
-        return frozenset((max(given + more, 0), max(held + more, 0)) for given, held in self._rows)
+            held = torch.tensor([state.length for state in store.states], dtype=torch.int64, device="cpu")
+            return held, held
+        held = store.counters[LENGTH].long()
+        given, held = torch.stack([held + store.state.dropped, held]).cpu()
+        return given, held
 
-    def _left(self, given: Tensor, held: Tensor, prompt: Tensor) -> Tensor:
-        """Tokens that rows hold after a trim: i64; ``prompt`` (bool) are those that have had a prompt just now."""
-        policy = self.policy
-        room = policy.room(given, held, *self.place, self.layer.hold)
-        due = prompt if policy.interval is None else prompt | (held >= room + policy.interval)
-        return torch.where(due, room, held)
-
-    def _plan_trim(self) -> None:
-        """Works out when steps have to trim."""
-        if self.trims_steps:
-            given, held = torch.tensor(sorted(self._rows_at_length(self.layer.seen)), dtype=torch.int64, device="cpu").T
-            due = self.policy.due_in(given, held, *self.place, self.layer.hold)
-            assert due is not None, "steps are trimmed"
-            self.trim_at = self.layer.seen + int(due.min())
+    def _plan_trim(self, given: Tensor, held: Tensor) -> None:
+        """Works out when steps have to trim; arguments are those of `EvictionScheme.room`, on the host."""
+        due = self.policy.due_in(given, held, *self.place, self.layer.hold)
+        self.trim_at = 0 if due is None else self.layer.seen + int(due.min())
 
     # Judging and trimming.
 
@@ -150,28 +117,19 @@ class TokenEvictor(Eviction[EvictionScheme]):
         if self._stuck:
             self.scores = None
             return
-        rows, after = self._rows_at_length(self.layer.seen), self._rows_after(seen.prompt is not None)
-        trims = rows != after
+        trims, prompt = self.layer.seen >= self.full_at, seen.prompt is not None
+        if prompt or not self.trim_at:
+            given, held = self._lengths()
+            trims = bool((held > self.policy.room(given, held, *self.place, self.layer.hold)).any())
         if trims or self.asks_every_step:
             where = positions(self.layer.held())
             order = token_order(self.layer.held(), where)
             scores = self._scores(seen, where, order)
-            if trims:
-                scores = self._trim(scores, seen)
-                self._rows, self._rows_at = after, self.layer.seen
+            scores = self._trim(scores, seen) if trims else scores
             if self.asks_every_step:
                 self._remember(scores)
-        self._plan_trim()
-
-    def _rows_after(self, prompt: bool) -> Rows:
-        """States of rows once they are trimmed; a few tokens, which may be a prompt for some rows, give both."""
-        given, held = torch.tensor(sorted(self._rows_at_length(self.layer.seen)), dtype=torch.int64, device="cpu").T
-        kinds = ([True] if self._long else [False, True]) if prompt else [False]
-        found: list[tuple[int, int]] = []
-        for kind in kinds:
-            left = self._left(given, held, torch.full_like(held, kind, dtype=torch.bool))
-            found += zip(given.tolist(), left.tolist(), strict=True)
-        return frozenset(found)
+        if self.trims_steps and (trims or prompt or not self.trim_at):
+            self._plan_trim(*self._lengths())
 
     def _scores(self, seen: QueryWindow, where: Tensor, order: Tensor) -> Tensor:
         """f32 (B*H, n), oldest token first; with their history, if the scheme remembers and a token has one."""
@@ -189,7 +147,10 @@ class TokenEvictor(Eviction[EvictionScheme]):
         layer, store, policy = self.layer, self.layer.held(), self.policy
         held = store.counters[LENGTH].long()
         prompt = torch.zeros_like(seen.real[:, 0]) if seen.prompt is None else seen.prompt
-        left = self._left(held + store.state.dropped, held, prompt.repeat_interleave(store.fold))
+        room = policy.room(held + store.state.dropped, held, *self.place, layer.hold)
+        due = prompt.repeat_interleave(store.fold)
+        due = due if policy.interval is None else due | (held >= room + policy.interval)
+        left = torch.where(due, room, held)
         newest = max(policy.window, layer.hold)
         stays = keep_mask(shared(policy, scores, store.fold), held, left, policy.first, newest)
         if keep_tokens(store, stays, layer.hold, self._weights(seen)):
@@ -210,14 +171,8 @@ class TokenEvictor(Eviction[EvictionScheme]):
 
     def pack(self) -> Packed:
         numbers, tensors = super().pack()
-        return numbers | {"stuck": self._stuck, "rows": sorted(map(list, self._rows)), "at": self._rows_at}, tensors
+        return numbers | {"stuck": self._stuck}, tensors
 
     def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         super().unpack(found, tensors)
-        self._stuck, self._rows_at = found["stuck"] is True, int(found["at"])
-        self._rows = frozenset((int(given), int(held)) for given, held in found["rows"])
-
-    def after_crop(self) -> None:
-        super().after_crop()
-        if self.layer.evicted:
-            self._rows, self._rows_at = self._rows_at_length(self.layer.seen), self.layer.seen
+        self._stuck = found["stuck"] is True
