@@ -188,7 +188,6 @@ def shared(scheme: EvictionScheme, scores: Tensor, heads: int) -> Tensor:
 
 
 S = TypeVar("S", bound=EvictionScheme)
-E = TypeVar("E", bound="Eviction[Any]")
 
 
 class Eviction(Part, Generic[S]):
@@ -211,13 +210,12 @@ class Eviction(Part, Generic[S]):
 
     by_row: ClassVar[tuple[str, ...]] = ()
     by_head: ClassVar[tuple[str, ...]] = ("scores",)
-    group: EvictingGroup[Any]
 
     def __init__(self, layer: LayerBase) -> None:
         super().__init__(layer)
         self.policy = cast(S, layer.scheme)
         self.asks_every_step, self.place = self.policy.asks_every_step, (0, 1)
-        self.arguments = AttentionArguments(1.0)
+        self.arguments, self.group = AttentionArguments(1.0), EvictingGroup([self])
         self.forget()
 
     def forget(self) -> None:
@@ -384,10 +382,10 @@ class Eviction(Part, Generic[S]):
         return [*by_row, *by_head]
 
 
-class EvictingGroup(Group[E]):
-    """The layers of a cache that evict in one way."""
+class EvictingGroup(Group[Any]):
+    """The evictors of a cache that are of one class."""
 
-    def __init__(self, members: Sequence[E]) -> None:
+    def __init__(self, members: Sequence[Eviction[Any]]) -> None:
         super().__init__(members)
         for member in members:
             member.group = self

@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 from hfkvq.kernels.decode import LENGTH, run_count
 
 from ..base import outside_inference_mode
-from ..layer_state.base import LayerBase
 from ..schemes.arkv import Arkv
 from ..schemes.score_inputs import Evidence, evidence_of, prompt_candidates, tier_widths
 from ..store import KVStore, StoreState
@@ -21,7 +20,6 @@ from ..store.requantize import EVICT, STAY, Requantized, positions, requantize_b
 from ..store.rows import joined, part, used_blocks
 from ..store.windows import pages_for
 from .evictor import (
-    EvictingGroup,
     Eviction,
     QueryWindow,
     keep,
@@ -137,11 +135,6 @@ class TierEvictor(Eviction[Arkv]):
 
     by_row, by_head = ("strength",), ("scores", "provisional")
     budget: Budget
-    group: TierGroup
-
-    def __init__(self, layer: LayerBase) -> None:
-        super().__init__(layer)
-        self.group = TierGroup([self])  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def forget(self) -> None:
         super().forget()
@@ -200,7 +193,7 @@ class TierEvictor(Eviction[Arkv]):
         self.pending = None
         self.strength, self.scores, self.provisional = strength, choice.scores, provisional
         self.prompts += 1
-        self.group.report(self.prompts)
+        self._assign_tiers()
         return True
 
     def _room_of_prompt(self) -> int:
@@ -250,7 +243,7 @@ class TierEvictor(Eviction[Arkv]):
             prompt = torch.zeros_like(seen.real[:, 0]) if seen.prompt is None else seen.prompt
             self._trim(scores, prompt.repeat_interleave(store.fold), where, order)
         if seen.prompt is not None:
-            self.group.report(self.prompts)
+            self._assign_tiers()
 
     def _statistics(self, found: Evidence) -> list[Tensor]:
         """Attention of some folded rows; None where no scheme asks for it."""
@@ -273,12 +266,15 @@ class TierEvictor(Eviction[Arkv]):
         sizes = state.batch, tuple(state.dims.values()), windows, used_blocks(state)
         return state.device, state.dtype, sizes, self.policy, self.budget, self.newest
 
-    def share(self, most: Tensor | None) -> Tensor:
-        """The layer's share of whole tokens in each row, f32 (B*H,); ``most`` is the greatest strength of any layer."""
+    def share(self) -> Tensor:
+        """The layer's share of whole tokens in each row, f32 (B*H,), by layers that have met as many prompts."""
         own = self.strength
-        if own is None or most is None:
+        alike = [x.strength for x in self.group.members if x.strength is not None and x.prompts == self.prompts]
+        if own is None or not alike:
             own = most = torch.ones(self.layer.batch_size, device=self.layer.device, dtype=torch.float32)
-        return self.policy.share(own, most.to(own.device)).repeat_interleave(self.layer.held().fold)
+        else:
+            most = torch.stack([strength.to(own.device) for strength in alike]).amax(0)
+        return self.policy.share(own, most).repeat_interleave(self.layer.held().fold)
 
     def take_tiers(self, done: Requantized | None, rows: slice) -> None:
         """Takes the layer's part of what was made of several layers' rows; None where no token has moved."""
@@ -303,7 +299,7 @@ class TierEvictor(Eviction[Arkv]):
         final = all(x.prompts == self.prompts for x in self.group.members)
         left = None
         if over.any():
-            share = self.share(self.group.greatest_strength(self.prompts, layer.device))
+            share = self.share()
             given = policy, self.budget.costs, self.newest, store.state, scores, share
             target, left = tier_targets(*given, over, prompt, where, order, final)
             requantize_by_tiers(store, target, where)
@@ -314,6 +310,25 @@ class TierEvictor(Eviction[Arkv]):
         if left is not None and not final:
             self._remember(scores.gather(1, left[:, : store.longest]))
         self.trim_at = layer.seen + 1 + max(int(self.budget.room(store).min()), 0)
+
+    def _assign_tiers(self) -> None:
+        """Assigns tiers to what a prompt left in all layers, once the last one has seen it: shares are final then.
+
+        Layers that are alike are requantized as one store of all their rows, and the host asks the device once: some
+        hundred small operations for each layer by itself would be waited for when a prompt is done.
+        """
+        members: list[TierEvictor] = self.group.members
+        if any(member.prompts != self.prompts for member in members):
+            return
+        groups: dict[tuple[object, ...], list[TierEvictor]] = {}
+        for member in members:
+            if member.provisional is not None and member.scores is not None:
+                groups.setdefault(member.kind, []).append(member)
+        for alike in groups.values():
+            _assign_together(alike)
+        for member in members:
+            member.provisional = member.scores = None
+            member.layer.bind()
 
     # Files.
 
@@ -326,46 +341,13 @@ class TierEvictor(Eviction[Arkv]):
         self.prompts = int(found["prompts"])
 
 
-class TierGroup(EvictingGroup[TierEvictor]):
-    """The layers of a cache that compare their strengths."""
-
-    def greatest_strength(self, prompts: int, device: torch.device) -> Tensor | None:
-        """Greatest strength of the layers that have met as many prompts: f32 (B,), or None if none has."""
-        known = [x.strength.to(device) for x in self.members if x.strength is not None and x.prompts == prompts]
-        return torch.stack(known).amax(0) if known else None
-
-    def report(self, prompts: int) -> None:
-        """A layer has seen its prompt. After the last one every share is final, and tiers are assigned."""
-        members = self.members
-        if all(member.prompts == prompts for member in members):
-            waits = any(member.provisional is not None for member in members)
-            assign_tiers(members, self.greatest_strength(prompts, members[0].layer.device) if waits else None)
-
-
-def assign_tiers(members: Sequence[TierEvictor], most: Tensor | None) -> None:
-    """Assigns tiers to what a prompt left in each layer, by ``most``, the greatest strength of any, f32 (B,).
-
-    Layers that are alike are requantized as one store of all their rows, and the host asks the device once: some
-    hundred small operations for each layer by itself would be waited for when a prompt is done.
-    """
-    groups: dict[tuple[object, ...], list[TierEvictor]] = {}
-    for member in members:
-        if member.provisional is not None and member.scores is not None:
-            groups.setdefault(member.kind, []).append(member)
-    for alike in groups.values():
-        _assign_together(alike, most)
-    for member in members:
-        member.provisional = member.scores = None
-        member.layer.bind()
-
-
 @outside_inference_mode
-def _assign_together(alike: Sequence[TierEvictor], most: Tensor | None) -> None:
-    """`assign_tiers` of layers of one `kind`, which all have scores and rows whose tiers are not final."""
+def _assign_together(alike: Sequence[TierEvictor]) -> None:
+    """Assigns tiers in layers of one `kind`, which all have scores and rows whose tiers are not final."""
     one, state = alike[0], joined([member.layer.held().state for member in alike])
     store, where = one.layer.held(), positions(state)
     order, over = token_order(state, where), torch.cat([x.provisional for x in alike if x.provisional is not None])
-    share = torch.cat([member.share(most) for member in alike])
+    share = torch.cat([member.share() for member in alike])
     # Layers where sealing waits for the next update may hold tokens that have no score yet.
     padded = [pad(x.scores, (0, state.longest), value=torch.inf) for x in alike if x.scores is not None]
     scores = torch.cat([x[:, : state.longest] for x in padded])

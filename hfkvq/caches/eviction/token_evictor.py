@@ -12,12 +12,11 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH
 
 from ..base import warn_once
-from ..layer_state.base import LayerBase
 from ..schemes.eviction import EvictionScheme
 from ..schemes.score_inputs import keep_mask
 from ..store.packing import Packed
 from ..store.requantize import keep_tokens, positions
-from .evictor import EvictingGroup, Eviction, QueryWindow, choose, shared, store_choice, stored_evidence, token_order
+from .evictor import Eviction, QueryWindow, choose, shared, store_choice, stored_evidence, token_order
 
 NEVER = 1 << 62
 """Tokens that no row will ever have."""
@@ -32,10 +31,6 @@ class TokenEvictor(Eviction[EvictionScheme]):
     A token that leaves lets older ones move up in the order of columns, so nothing is evicted once columns have a
     meaning of their own: where padding stands among a row's tokens, or attention has a bias for each column.
     """
-
-    def __init__(self, layer: LayerBase) -> None:
-        super().__init__(layer)
-        self.group = EvictingGroup([self])
 
     def forget(self) -> None:
         super().forget()
