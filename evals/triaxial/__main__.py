@@ -24,7 +24,7 @@ from transformers.utils import logging
 from evals.triaxial.allocation import Point, Sensitivity, make_table, sweep
 from evals.triaxial.calibration import calibrate as measure
 from evals.triaxial.conversations import encode, load_conversations, load_format
-from hfkvq.caches.tags import TAGS, Tagger, get_format
+from hfkvq.caches.tags import TAGS, Tagger
 from hfkvq.measure.demo.prompts import load
 from hfkvq.measure.models import Source, find_model, load_tokenizer
 from hfkvq.measure.tables import new_table
@@ -162,7 +162,7 @@ def tag(
     """Show TriAxialKV's tag of every token of a conversation; images appear as the processor's tokens."""
     form = None
     if chat_format is not None:
-        form = load_format(chat_format) if Path(chat_format).suffix else get_format(chat_format)
+        form = load_format(chat_format)
     conversations = load_conversations(messages, "messages")
     logging.set_verbosity_error()
     try:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hfkvq.bounded import DAMAGE, json_lines, load_json, parse_json, read_bounded
-from hfkvq.caches.tags import ChatFormat, Opening, Span, placeholders
+from hfkvq.caches.tags import FORMATS, ChatFormat, Opening, Span, placeholders
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,11 @@ class Request:
 
 
 def load_format(path: str | Path) -> ChatFormat:
-    """A chat format from a JSON file: lists for tuples, a mapping for a span or an opening; else ValueError."""
+    """A chat format by name, or from a JSON file, where lists are tuples, and mappings spans and openings."""
+    if not Path(path).suffix:
+        if str(path) not in FORMATS:
+            raise ValueError(f"chat format: got {str(path)!r}, allowed {', '.join(FORMATS)} or a .json file.")
+        return FORMATS[str(path)]
     given = load_json(path)
     if not isinstance(given, dict):
         raise ValueError(f"chat format: {Path(path).name} holds a {type(given).__name__}, allowed an object.")

@@ -225,8 +225,8 @@ class TriAxialCache(NamedCache):
         super().__init__(model_or_config, **given)
         self.tokens = TokenRecord(tagger, sum("tags" in layer.scheme.needs for layer in self.compressed_layers))
         for layer in self.compressed_layers:
-            if layer.tags is not None:
-                layer.tags.record = self.tokens
+            if layer.reads_tags:
+                layer.record = self.tokens
         self._warned = False
 
     def _meet(self, model: torch.nn.Module) -> None:

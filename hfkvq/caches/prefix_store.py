@@ -235,7 +235,7 @@ def gives_back(cache: MixedKVCache) -> bool:
 
 def _layer_gives_back(layer: KVLayer) -> bool:
     store = layer.held()
-    if layer.eviction is not None or layer.tags is not None or not store.format.ordered:
+    if layer.eviction is not None or layer.reads_tags or not store.format.ordered:
         return False
     units = (store.layout.keys.unit, store.layout.values.unit)
     return all(

@@ -242,7 +242,7 @@ def test_images_go_into_two_bits(family):
     out = generate(model, hooked, inputs)
     assert torch.equal(generate(model, shown, inputs), out)
     # Layers with a window give tokens no widths of their own.
-    held, same = (next(x for x in cache.compressed_layers if x.tags) for cache in (hooked, shown))
+    held, same = (next(x for x in cache.compressed_layers if x.reads_tags) for cache in (hooked, shown))
     images = modal(tags_of(family, inputs))
     for row, mask in enumerate(inputs["attention_mask"]):
         own = images[row][mask.bool()].nonzero()[:, 0].tolist()

@@ -23,6 +23,9 @@ def _unpacked(query: Tensor, tokens: int) -> Tensor:
     return query.flatten(1, 2)[:, :, None] if query.shape[2] > tokens else query
 
 
+_HELD = ("sums", "counts", "shown", "newest", "real")
+
+
 class QueryStatistics:
     """Mean of the magnitudes of a layer's queries in each channel, since a row's keys were last sealed.
 
@@ -36,8 +39,9 @@ class QueryStatistics:
     Attributes:
         sums: f64 (B, H, D), sums of magnitudes; None before the first query.
         counts: i32 (H, B), queries in them, which each head counts for itself; None before the first query.
-        newest: the same of a prompt's newest queries, f64 (B, H, n, D), 0 where there is padding, and which of them
-            are real, bool (B, n); None when what is due of it has been sealed.
+        newest: the same of a prompt's newest queries, f64 (B, H, n, D), 0 where there is padding; None when what is due
+            of it has been sealed.
+        real: which of these are no padding, bool (B, n); None with them.
         shown: (B, Hq, window, D), the newest queries, not smoothed, the newest last; 0 where there was none. Taken back
             tokens leave theirs. Captured steps write to it, so that it stays where it is; None before the first query.
         scaling: factor on the logits of the newest attention call.
@@ -47,13 +51,14 @@ class QueryStatistics:
     def __init__(self, always: bool = False, window: int = 0) -> None:
         self.always, self.window = always, window
         self.scaling, self.softcap = 1.0, 0.0
-        self.shown: Tensor | None = None
-        self.sums: Tensor | None = None
-        self.counts: Tensor | None = None
-        self.newest: tuple[Tensor, Tensor] | None = None
+        self.forget()
 
     def forget(self) -> None:
-        self.sums = self.counts = self.newest = self.shown = None
+        self.sums: Tensor | None = None
+        self.counts: Tensor | None = None
+        self.shown: Tensor | None = None
+        self.newest: Tensor | None = None
+        self.real: Tensor | None = None
 
     @outside_inference_mode
     def note(self, query: Tensor, tokens: int, arguments: AttentionArguments) -> None:
@@ -103,7 +108,7 @@ class QueryStatistics:
         if not self.always:
             newest, shown = query[:, :, -waiting:], real[:, -waiting:]
             magnitude = newest.abs().double() * shown[:, None, :, None]
-            self.newest = magnitude.unflatten(1, (heads, -1)).mean(2), shown
+            self.newest, self.real = magnitude.unflatten(1, (heads, -1)).mean(2), shown
         if sums is None or counts is None:
             # Each head counts for itself, as in a step without the host.
             self.sums, self.counts = total, count.expand(heads, -1).contiguous()
@@ -119,17 +124,15 @@ class QueryStatistics:
         return torch.where(count > 0, self.sums / count.clamp(min=1), 1.0).float()
 
     def pack(self) -> Packed:
-        names = ("sums", "counts", "shown", "newest", "real")
-        held = zip(names, (self.sums, self.counts, self.shown, *(self.newest or (None, None))), strict=True)
         numbers = {} if self.shown is None else {"attention": [self.scaling, self.softcap]}
-        return numbers, {name: tensor for name, tensor in held if tensor is not None}
+        return numbers, {name: tensor for name in _HELD if (tensor := getattr(self, name)) is not None}
 
     @outside_inference_mode
     def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        self.sums, self.counts = tensors.get("sums"), tensors.get("counts")
-        self.newest = (tensors["newest"], tensors["real"]) if "newest" in tensors else None
-        if self.window and "shown" in tensors:
-            self.shown, (self.scaling, self.softcap) = tensors["shown"], map(float, found["attention"])
+        for name in _HELD:
+            setattr(self, name, tensors.get(name) if self.window or name != "shown" else None)
+        if self.shown is not None:
+            self.scaling, self.softcap = map(float, found["attention"])
 
     @outside_inference_mode
     def forget_sealed(self, store: KVStore, before: Tensor) -> None:
@@ -142,14 +145,13 @@ class QueryStatistics:
             return
         fold, now = len(before) // self.sums.shape[0], sealed_count(store.counters, "keys")
         sealed = (now > before)[::fold]
-        if self.newest is None:
+        if self.newest is None or self.real is None:
             self.sums = self.sums.masked_fill(sealed[:, None, None], 0.0)
             self.counts = self.counts.masked_fill(sealed, 0)
             return
-        magnitude, real = self.newest
         waiting = (store.counters[LENGTH] - store.format.sink - now)[::fold, None]
-        real = real & (real.flip(1).cumsum(1).flip(1) <= waiting)
-        left = (magnitude * real[:, None, :, None]).sum(2)
+        real = self.real & (self.real.flip(1).cumsum(1).flip(1) <= waiting)
+        left = (self.newest * real[:, None, :, None]).sum(2)
         self.sums = torch.where(sealed[:, None, None], left, self.sums)
         self.counts = torch.where(sealed, real.sum(1, dtype=torch.int32), self.counts)
         self.newest = None
@@ -158,21 +160,20 @@ class QueryStatistics:
         if self.sums is not None and self.counts is not None:
             rows = rows.to(self.sums.device)
             self.sums, self.counts = self.sums[rows], self.counts[:, rows]
-        if self.newest is not None:
-            self.newest = self.newest[0][rows], self.newest[1][rows]
+        if self.newest is not None and self.real is not None:
+            self.newest, self.real = self.newest[rows], self.real[rows]
         if self.shown is not None:
             shown = self.shown[rows.to(self.shown.device)]
             # Captured steps write to these: beams take turns in every step.
             self.shown = self.shown.copy_(shown) if shown.shape == self.shown.shape else shown
 
     def tensors(self) -> list[Tensor]:
-        found = (self.sums, self.counts, self.shown, *(self.newest or ()))
-        return [tensor for tensor in found if tensor is not None]
+        return [tensor for name in _HELD if (tensor := getattr(self, name)) is not None]
 
     @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> QueryStatistics:
         """Independent tensors: steps add to them in place."""
         new = copy.copy(self)
-        held = (self.sums, self.counts, self.shown)
-        new.sums, new.counts, new.shown = (None if x is None else x.clone() for x in held)
+        for name, tensor in self.pack()[1].items():
+            setattr(new, name, tensor.clone())
         return new

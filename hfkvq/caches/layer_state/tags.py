@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..base import outside_inference_mode, warn_once
+from ..base import outside_inference_mode
 from ..schemes.base import UNTAGGED
 from ..store.routing import ColumnTags
-from .base import LayerBase
 
 if TYPE_CHECKING:
     from ..tags import Tagger
@@ -221,32 +220,3 @@ class TokenRecord:
             index = index.to(self.ids.device)
             self.ids, self.tags = self.ids[index], self.tags[index]
             self._unshare()
-
-
-class TokenTags:
-    """Tags of a layer's tokens.
-
-    Attributes:
-        record: ids and tags of the cache's tokens, one for all layers; None where nobody shows the cache any.
-    """
-
-    def __init__(self) -> None:
-        self.record: TokenRecord | None = None
-
-    def of_columns(self, layer: LayerBase) -> ColumnTags | None:
-        """The tags of all columns known, which layers share."""
-        if self.record is None:
-            warn_once(
-                f"{layer.scheme.name} chooses bits by tags, which this cache does not get, so every token has the most "
-                "bits; use TriAxialCache(model, tokenizer)."
-            )
-            return None
-        return self.record.shared_tags(layer.held().device)
-
-    def may_be_due(self, layer: LayerBase) -> bool:
-        """True if any token in the tail may have a tag."""
-        record = self.record
-        return record is None or layer.seen - max(layer.held().forecast().tail_slots) < record.tagged
-
-    def tensors(self) -> list[Tensor]:
-        return [] if self.record is None else self.record.tensors()

@@ -25,7 +25,7 @@ from ..eviction.token_evictor import TokenEvictor
 from ..layer_state.base import ROLLBACK
 from ..layer_state.query_statistics import QueryStatistics
 from ..layer_state.smoothing import KeySmoothing, of_keys
-from ..layer_state.tags import TokenTags
+from ..layer_state.tags import TokenRecord
 from ..layer_state.update import PaddingReader, check_update, is_allocated_for
 from ..schemes.arkv import Arkv
 from ..schemes.base import Scheme, latent_layout
@@ -33,6 +33,7 @@ from ..schemes.eviction import SnapKV
 from ..steps.step_buffer import StepBuffer
 from ..store import MAX_STEP, KVStore, Padding
 from ..store.accounting import contradictions
+from ..store.routing import ColumnTags
 from . import transactions
 from .handle import LazyKV, refuse_gradient
 
@@ -92,7 +93,8 @@ class KVLayer(CacheLayerMixin):
             are. Whatever the layer holds is smoothed, and `staged` too. Its cache gives it to an empty layer.
         smooths_by_prompt: whether a first prompt gives it, since the cache's model does not.
         queries: statistics of queries, where the scheme weighs channels by them, else None.
-        tags: of tokens, where the scheme reads them, else None.
+        reads_tags: whether the scheme reads tags of tokens.
+        record: ids and tags of the cache's tokens, one for all layers; None where nothing shows the cache any.
         eviction: keeps a budget, where the scheme has one, else None.
         buffer: gives the store fixed addresses, where steps may be recorded, and brings host and device together after
             such steps; else None.
@@ -130,7 +132,8 @@ class KVLayer(CacheLayerMixin):
         self._forget()
         needs = scheme.needs
         self.queries = QueryStatistics("history" in needs) if "query" in needs else None
-        self.tags = TokenTags() if "tags" in needs else None
+        self.reads_tags = "tags" in needs
+        self.record: TokenRecord | None = None
         self.eviction: Eviction[Any] | None = None
         if scheme.evicts:
             self.eviction = TierEvictor(self) if isinstance(scheme, Arkv) else TokenEvictor(self)
@@ -286,7 +289,7 @@ class KVLayer(CacheLayerMixin):
 
         The vectors of smoothing are not among them: they belong to the model, and all its caches share them.
         """
-        found = [x for part in (self.queries, self.eviction, self.tags) if part is not None for x in part.tensors()]
+        found = [x for part in (self.queries, self.eviction, self.record) if part is not None for x in part.tensors()]
         for padding in (self.padding, self.reader.found):
             found += [] if padding is None else [x for x in (padding.lead, padding.source) if x is not None]
         return found
@@ -567,7 +570,7 @@ class KVLayer(CacheLayerMixin):
                 # Staged tokens are dropped here and no earlier: if memory runs out, they are still staged.
                 self.staged = self.padding = None
 
-            self._seal(extend, None if self.tags is None else self.tags.of_columns(self))
+            self._seal(extend, self._tags() if self.reads_tags else None)
             if self.window:
                 # Tokens that only these queries saw are gone.
                 self.newest = 0
@@ -577,11 +580,25 @@ class KVLayer(CacheLayerMixin):
 
     def seal_due(self) -> None:
         """Seals what is due; asks the device nothing where nothing is."""
-        store, tags = self.held(), self.tags
+        store = self.held()
         if any(store.forecast(hold=self.hold).due):
-            found = tags.of_columns(self) if tags is not None and tags.may_be_due(self) else None
+            found = self._tags() if self.reads_tags and self.may_seal_tagged() else None
             self._seal(partial(store.commit, self.hold), found)
         self.padding, self.uncommitted = None, False
+
+    def _tags(self) -> ColumnTags | None:
+        """The tags of all columns known, which layers share."""
+        if self.record is None:
+            warn_once(
+                f"{self.scheme.name} chooses bits by tags, which this cache does not get, so every token has the most "
+                "bits; use TriAxialCache(model, tokenizer)."
+            )
+            return None
+        return self.record.shared_tags(self.device)
+
+    def may_seal_tagged(self) -> bool:
+        """True if any token in the tail may have a tag."""
+        return self.record is None or self.seen - max(self.held().forecast().tail_slots) < self.record.tagged
 
     def _seal(self, seal: Callable[..., object], tags: Any) -> None:
         """Seals with the mean of the queries, of which those forget the past whose keys have been sealed."""
@@ -709,7 +726,7 @@ class KVLayer(CacheLayerMixin):
         vars(new).update(vars(self))
         if self.store is not None:
             new.store = copy.deepcopy(self.store, memo)
-        new.tags, new.queries = copy.deepcopy(self.tags, memo), copy.deepcopy(self.queries, memo)
+        new.record, new.queries = copy.deepcopy(self.record, memo), copy.deepcopy(self.queries, memo)
         new.reader = memo.setdefault(id(self.reader), PaddingReader())  # type: ignore[assignment]
         if self.staged is not None:
             new.staged = (self.staged[0].clone(), self.staged[1].clone())

@@ -10,7 +10,6 @@ from .formats import ChatFormat as ChatFormat
 from .formats import Opening as Opening
 from .formats import Span as Span
 from .formats import find_format as find_format
-from .formats import get_format as get_format
 from .formats import parse_tag as parse_tag
 from .formats import tag_axes as tag_axes
 from .tagger import Tagger as Tagger

@@ -328,12 +328,3 @@ def find_format(template: str, tokens: Container[str] = ()) -> ChatFormat:
         f"chat template: no known format fits; looked for {looked}. Describe the template with "
         "hfkvq.caches.tags.ChatFormat and give it as chat_format."
     )
-
-
-def get_format(name: str) -> ChatFormat:
-    """Format of a name, or a ValueError."""
-    if name not in FORMATS:
-        near = get_close_matches(name, FORMATS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"chat format: got {name!r}, allowed {', '.join(FORMATS)} or a ChatFormat.{hint}")
-    return FORMATS[name]

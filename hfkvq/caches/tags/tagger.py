@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .formats import KINDS, PAD, SEMANTIC, TEMPORAL, ChatFormat, Span, find_format, get_format, parse_tag
+from .formats import KINDS, PAD, SEMANTIC, TEMPORAL, ChatFormat, Span, find_format, parse_tag
 
 Value = TypeVar("Value")
 
@@ -396,23 +396,21 @@ class Tagger:
         self.grammar, self.images = grammar, tuple(images)
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Any, chat_format: ChatFormat | str | None = None, config: Any = None) -> Tagger:
+    def from_tokenizer(cls, tokenizer: Any, chat_format: ChatFormat | None = None, config: Any = None) -> Tagger:
         """Tagger of a tokenizer's chat template; without a template, all tags are ``current|text|user``.
 
         Args:
             tokenizer: A Transformers tokenizer, or a processor that holds one.
-            chat_format: Format, or its name in `FORMATS`, in place of the one that the template is recognized as.
+            chat_format: Format, e.g. one of `FORMATS`, in place of the one that the template is recognized as.
             config: Config of the model, which names the placeholders of images and videos (``image_token_id``); a
                 processor names them too.
 
         Raises:
-            ValueError: No known format fits the chat template, or none has that name.
+            ValueError: No known format fits the chat template.
         """
         processor, template = tokenizer, getattr(tokenizer, "chat_template", None)
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         template = template or getattr(tokenizer, "chat_template", None)
-        if isinstance(chat_format, str):
-            chat_format = get_format(chat_format)
         if chat_format is None and template:
             # Templates of some tokenizers are several by name, e.g. one for tools.
             text = template if isinstance(template, str) else "\n".join(template.values())

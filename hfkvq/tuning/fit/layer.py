@@ -100,9 +100,9 @@ class _Kind:
         for side in SIDES if self.captured else ():
             # Tails of captured layers have their final size from the beginning.
             store.grow_tail(side, store.tail_limit[side], True)
-        if layer.tags is not None:
+        if layer.reads_tags:
             # No token has a tag, and each gets the wider width.
-            layer.tags.record = TokenRecord(None)  # type: ignore[arg-type]
+            layer.record = TokenRecord(None)  # type: ignore[arg-type]
         return layer
 
     def feed(self, layer: KVLayer, count: int) -> None:
@@ -159,7 +159,7 @@ class _Kind:
                 layer.buffer.note_steps(count, count)
             else:
                 store = layer.held()
-                tagged = layer.tags is not None and layer.tags.may_be_due(layer)
+                tagged = layer.reads_tags and layer.may_seal_tagged()
                 count = store.skip(left) if isinstance(store, _Rooms) and not tagged else 0
                 layer.seen += count
                 if not count:
