@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -64,6 +65,15 @@ class InUse:
         """Caches that the model has made and that are still alive: those of running calls, and returned ones."""
         with _LOCK:
             return list(self._living)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Buffers of captured steps that the last cache has left for the next one."""
+        left = None if self._spare is None else self._spare.left
+        if left is None:
+            return []
+        parts = [x for each in left.allocations for x in (each.tensor, each.pages)]
+        return [x for x in (*parts, *left.states) if x is not None]
 
     def undo(self) -> None:
         """Makes the model as it was, and frees the buffers that were kept; a second time does nothing.

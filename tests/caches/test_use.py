@@ -95,13 +95,6 @@ def stop(*_):
     raise RuntimeError("stop")
 
 
-def kept_buffers(used):
-    """Buffers of captured steps that the last cache has left for the next one."""
-    left = None if used._spare is None else used._spare.left
-    parts = () if left is None else (*(x for each in left.allocations for x in (each.tensor, each.pages)), *left.states)
-    return [x for x in parts if x is not None]
-
-
 def test_a_cache_of_the_users_keeps_what_it_needs(model):
     before = snapshot(model)
     with hfkvq.use(model, SCHEME):
@@ -240,20 +233,20 @@ def test_a_call_takes_over_the_buffers_of_the_last(model):
     ids, used = prompt(1, LENGTH), hfkvq.use(model, "full")
     want = model.generate(ids, **OPTIONS)
     # Held on to, so that other buffers lie elsewhere.
-    held = kept_buffers(used)
+    held = used.kept
     made, kept = TapeGraph.made, {x.data_ptr() for x in held}
     assert made
     assert kept
     for _ in range(2):
         assert torch.equal(model.generate(ids, **OPTIONS), want)
     assert TapeGraph.made == made
-    assert {x.data_ptr() for x in kept_buffers(used)} == kept
+    assert {x.data_ptr() for x in used.kept} == kept
     model.generate(prompt(2, LENGTH), **OPTIONS)
     assert TapeGraph.made > made
-    assert not kept & {x.data_ptr() for x in kept_buffers(used)}
+    assert not kept & {x.data_ptr() for x in used.kept}
     spare = weakref.ref(used._spare)
     used.undo()
-    assert kept_buffers(used) == []
+    assert used.kept == []
     assert spare() is None
 
 
