@@ -9,7 +9,7 @@ from .hadamard import hadamard
 from .norms import page_norms
 from .pages import PageFormat, RunView, StoreFormat
 from .place import place
-from .products import qk_pages
+from .products import run_pages
 from .quantize import dequantize_pages, quantize_pages
 from .query_sums import page_weights
 from .restore import restore
@@ -36,9 +36,9 @@ __all__ = [
     "page_norms",
     "page_weights",
     "place",
-    "qk_pages",
     "quantize_pages",
     "restore",
+    "run_pages",
     "seal_side",
     "smooth",
     "take_page",

@@ -10,7 +10,7 @@ from torch import Tensor
 from .dispatch import Keep, call, define, triton_slot
 from .hadamard import hadamard
 from .pages import RunView, Side, StoreFormat, split_runs
-from .products import qk_pages, table_pages
+from .products import run_pages, table_pages
 
 START, LENGTH, RUNS = 0, 1, 2
 """Rows of ``counters``: leading padding, stored tokens, then (keys, values) sealed in each run."""
@@ -138,7 +138,7 @@ def _decode_attention(
         [
             q_rows @ sink_k.float().transpose(-1, -2),
             *(
-                qk_pages(q_rows, run.table, counted(i, "keys"), run.keys, formats[0])
+                q_rows @ run_pages(run.table, counted(i, "keys"), run.keys, formats[0], "keys", head_dim).mT
                 for i, (run, formats) in enumerate(zip(views, form.runs, strict=True))
             ),
             q_rows @ tail_k.float().transpose(-1, -2),

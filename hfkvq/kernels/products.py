@@ -1,4 +1,4 @@
-"""Products with pages: logits of queries, and pages by themselves."""
+"""Pages as dense tokens, in f32."""
 
 from __future__ import annotations
 
@@ -25,20 +25,3 @@ def run_pages(
 ) -> Tensor:
     """Dense tokens of every row's pages, f32 (B, H, n*G, D); anything behind its ``count`` (i32 (B,)), NaN included."""
     return table_pages(parts, table, fmt, side, head_dim).transpose(1, 2).flatten(2, 3)
-
-
-def qk_pages(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: PageFormat) -> Tensor:
-    """Logits of queries against paged keys: ``out[b, h, i, t] = sum_d q[b, h, i, d] * k̂[b, h, t, d]``.
-
-    Args:
-        q: (B, H, r, D), already scaled by 1/sqrt(D), in the basis of the pages.
-        table: i32 (B, n), page of each block.
-        count: i32 (B,), tokens that the row has in these pages; later columns are -inf.
-        parts: key tensors in the order of ``fmt.names``.
-
-    Returns:
-        f32 (B, H, r, n*G).
-    """
-    logits = q.float() @ run_pages(table, count, parts, fmt, "keys", q.shape[-1]).transpose(-1, -2)
-    column = torch.arange(logits.shape[-1], device=q.device)
-    return logits.masked_fill(column >= count[:, None, None, None], -torch.inf)

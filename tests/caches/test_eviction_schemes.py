@@ -239,6 +239,6 @@ class TestContract:
             assert scheme == get_scheme(cls.name, pages=pages)
             assert scheme.layout(128, 64) == held.layout(128, 64)
             assert (scheme.channel_rule, scheme.step_rule(128)) == (held.channel_rule, held.step_rule(128))
-            assert (scheme.needs, scheme.untagged_is_wide) == (held.needs, held.untagged_is_wide)
+            assert (scheme.needs, scheme.reads_tokens) == (held.needs, held.reads_tokens)
             assert pickle.loads(pickle.dumps(scheme)) == scheme == Scheme.from_dict(scheme.to_dict())
             assert hash(scheme) == hash(Scheme.from_dict(scheme.to_dict()))

@@ -279,11 +279,10 @@ def gather(store: KVStore) -> None:
         store.dense(side, store.longest + 5)
 
 
-def multiply(store: KVStore, dtype: torch.dtype, rows: int) -> None:
-    """Logits of pages by themselves."""
+def unpack(store: KVStore) -> None:
+    """Tokens of pages by themselves."""
     for i, (view, (keys, _)) in enumerate(zip(store.runs, store.format.runs, strict=True)):
-        query = tensor(store.batch, store.heads, rows, store.dims["keys"], dtype)
-        kernels.qk_pages(query, view.table, run_count(store.counters, i, "keys"), view.keys, keys)
+        kernels.run_pages(view.table, run_count(store.counters, i, "keys"), view.keys, keys, "keys", store.dims["keys"])
 
 
 def step(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, tokens: int, dim: int = 128) -> None:
@@ -436,7 +435,7 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
             store.commit()
             attend(store)
             gather(store)
-            multiply(store, F32, 4)
+            unpack(store)
     for name, asked in more.items():
         for dtype in (BF16, F32):
             with case(f"{name}, {dtype}, {asked}"):
@@ -455,7 +454,7 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
             attend(store, **asked)
             if store.format.runs[0][0].page_size < 128 or store.format.window:
                 gather(store)
-                multiply(store, dtype, 20)
+                unpack(store)
     for dim, rope_dim, dtype, spec, asked in LATENTS:
         with case(f"{spec}, latents of {dim} and {rope_dim}, {dtype}, {asked}"):
             attend(fill(Tokens(store=spec), dim, rope_dim, dtype, heads=1), **asked)

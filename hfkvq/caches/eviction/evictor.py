@@ -19,7 +19,6 @@ from hfkvq import kernels
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import ABSENT, LENGTH, START, column_positions, run_count
 from hfkvq.kernels.pages import Side
-from hfkvq.kernels.products import run_pages
 
 from ..base.recorded import Group
 from ..layer_state.base import LayerBase, Part, unchanged_on_error
@@ -73,7 +72,7 @@ def stored_evidence(
         for i, (view, formats) in enumerate(zip(store.runs, store.format.runs, strict=True)):
             sealed, parts = run_count(store.counters, i, side)[own], (view.keys, view.values)[at]
             table, dim = view.table[own].contiguous(), store.dims[side]
-            dense.append(run_pages(table, sealed.contiguous(), parts, formats[at], side, dim))
+            dense.append(kernels.run_pages(table, sealed.contiguous(), parts, formats[at], side, dim))
         x = torch.cat([*dense, store.windows[2 + at][own].float()], 2)[:, 0]
         return x.gather(1, own_order[own, :, None].expand(-1, -1, x.shape[2]))
 

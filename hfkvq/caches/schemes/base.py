@@ -390,19 +390,11 @@ class Scheme:
         return None
 
     @property
-    def untagged_is_wide(self) -> bool:
-        """True if `token_bits` gives tokens without a tag the most bits, whatever they hold.
-
-        Then nothing is asked while generated tokens are sealed. True of schemes that leave `token_bits` as it is.
-        """
-        return type(self).token_bits is Scheme.token_bits
-
-    @property
     def reads_tokens(self) -> bool:
-        """True if `token_bits` looks at keys or values.
+        """True if `token_bits` looks at keys or values, or gives tokens without a tag other than the most bits.
 
-        If not, it may be given anything of their shape, and is asked once for all layers that hold their tokens alike.
-        Not true of schemes that leave `token_bits` as it is.
+        If not, it may be given anything of their shape, is asked once for all layers that hold their tokens alike, and
+        not at all while generated tokens are sealed. Not true of schemes that leave `token_bits` as it is.
         """
         return type(self).token_bits is not Scheme.token_bits
 
@@ -411,7 +403,7 @@ class Scheme:
     def seals_widely(self, layout: Layout) -> bool:
         """True if tokens without a tag go to the last of several runs, and nothing else has to be known of them."""
         plain = all(not fmt.normed and not fmt.raised and not fmt.whole for fmt in layout.store.runs[-1])
-        return plain and self.untagged_is_wide
+        return plain and not self.reads_tokens
 
     def limits(self, key_dim: int, value_dim: int) -> Limits:
         """Limits of steps by the scheme's choices, for heads of these dimensions."""

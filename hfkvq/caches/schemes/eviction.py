@@ -211,7 +211,6 @@ class TokenEviction(EvictionScheme):
     needs = property(attrgetter("page_scheme.needs"))  # pyright: ignore[reportIncompatibleMethodOverride]
     smooths_keys = property(attrgetter("page_scheme.smooths_keys"))  # pyright: ignore[reportIncompatibleMethodOverride]
     channel_rule = property(attrgetter("page_scheme.channel_rule"))  # pyright: ignore[reportIncompatibleMethodOverride]
-    untagged_is_wide = property(attrgetter("page_scheme.untagged_is_wide"))  # pyright: ignore[reportIncompatibleMethodOverride]
     reads_tokens = property(attrgetter("page_scheme.reads_tokens"))  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def in_layer(self, layer: int, layers: int) -> Scheme:

@@ -103,15 +103,10 @@ class TriAxial(Scheme):
         return None if tags is None else self.tag_bits(tags)
 
     @property
-    def untagged_is_wide(self) -> bool:
-        """True unless a subclass has its own `token_bits` or `tag_bits`."""
-        own = type(self)
-        return own.token_bits is TriAxial.token_bits and own.tag_bits is TriAxial.tag_bits
-
-    @property
     def reads_tokens(self) -> bool:
-        """False unless a subclass has its own `token_bits`."""
-        return type(self).token_bits is not TriAxial.token_bits
+        """False unless a subclass has its own `token_bits` or `tag_bits`."""
+        own = type(self)
+        return (own.token_bits, own.tag_bits) != (TriAxial.token_bits, TriAxial.tag_bits)
 
     def tag_bits(self, tags: Tensor) -> Tensor:
         """Bits of tag codes: u8 to u8, of any shape."""
