@@ -16,6 +16,7 @@ from hfkvq.kernels.pages import Side
 
 from ..schemes.base import Scheme
 from ..store import KVStore, Padding
+from .smoothing import KeySmoothing
 
 ROLLBACK = 64
 """Newest tokens that stay unsealed while tokens may be taken back (assisted decoding)."""
@@ -64,10 +65,12 @@ class LayerBase(Protocol):
     defer: bool
     debug: bool
     record_past: bool
+    latents: bool
     edition: int
     capacity: int | None
     window: int
     offloaded: bool
+    smoothing: KeySmoothing | None
     accepted: tuple[Any, ...] | None
     dtype: torch.dtype
     device: torch.device
@@ -96,6 +99,7 @@ class LayerBase(Protocol):
         after: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor: ...
     def store_staged(self, commit: bool = True) -> None: ...
+    def settle(self, commit: bool = True) -> None: ...
     def close(self) -> None: ...
     def bind(self) -> None: ...
     def dense(self, side: Side) -> Tensor: ...
