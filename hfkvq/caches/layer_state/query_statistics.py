@@ -83,7 +83,7 @@ class QueryStatistics:
         sums, counts = self.sums, self.counts
         if padding is None and sums is not None and counts is not None and query.shape[2] <= MAX_STEP:
             observe(query.detach() if query.requires_grad else query, sums, counts)
-            self.newest = None
+            self.newest = self.real = None
         else:
             self._observe(query, tokens, heads, padding, waiting)
 
@@ -154,7 +154,7 @@ class QueryStatistics:
         left = (self.newest * real[:, None, :, None]).sum(2)
         self.sums = torch.where(sealed[:, None, None], left, self.sums)
         self.counts = torch.where(sealed, real.sum(1, dtype=torch.int32), self.counts)
-        self.newest = None
+        self.newest = self.real = None
 
     def take_rows(self, rows: Tensor) -> None:
         if self.sums is not None and self.counts is not None:
