@@ -781,7 +781,7 @@ class Budget:
             layer.edition += 1
             if queries is not None:
                 queries.sums, queries.always = sums, "query" not in scheme.needs
-                queries.newest = None
+                queries.newest = queries.real = None
             buffer.take_over(Allocation(tensor, None, views, plan), plan.capacity)
             buffer.sync.buffers = None
             buffer._write_queries()
