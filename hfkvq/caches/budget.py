@@ -36,7 +36,7 @@ from .schemes.base import Scheme, get_scheme
 from .schemes.eviction import SnapKV
 from .schemes.preset import Preset
 from .schemes.sides import Sides
-from .steps.step_buffer import LEAST_HEADROOM, room_ahead, sealing_rules
+from .steps.step_buffer import LEAST_HEADROOM, plan_of_layout, room_ahead
 from .store import SIDES
 from .store.relaid import Reader, basis_change, relaid, relaid_scratch
 from .store.windows import tail_limits
@@ -123,23 +123,8 @@ def plan_of(scheme: Scheme, shape: Shape, room: int) -> StepPlan:
     behind = max(room - shape.gone - layout.sink, 0)
     limits = tail_limits(layout, shape.hold)
     keys, values = (limits[side] if shape.captured else min(limits[side], max(behind, MAX_STEP)) for side in SIDES)
-    rule, query = sealing_rules(scheme, layout, shape.key_dim)
-    return StepPlan(
-        store=layout.store.spec,
-        rows=shape.rows,
-        heads=shape.heads,
-        key_dim=shape.key_dim,
-        value_dim=shape.value_dim,
-        dtype=shape.dtype,
-        blocks=(-(-behind // layout.keys.formats[0].page_size),),
-        tails=(keys, values),
-        local=(max(layout.keys.local, shape.hold), max(layout.values.local, shape.hold)),
-        unit=(layout.keys.unit, layout.values.unit),
-        capacity=room,
-        rule=rule,
-        query=query,
-        balance=(layout.keys.balance, layout.values.balance),
-    )
+    blocks = (-(-behind // layout.keys.formats[0].page_size),)
+    return plan_of_layout(scheme, layout, shape[:5], blocks, (keys, values), room, shape.hold)
 
 
 @lru_cache(maxsize=4096)
@@ -252,7 +237,7 @@ class Budget:
         self.sink = max(scheme.layout(dim, dim).sink for scheme in self.ladder)
         self.rungs: Rungs = ((0, 0),) * layers
         # Equal schemes are one object, so that their bytes are asked for once.
-        self._known: dict[tuple[int, tuple[int, int]], Scheme] = {}
+        self._known: dict[Any, Scheme] = {}
         self.moves = self._moves(default_order(layers, len(self.ladder)) if order is None else read_order(order))
 
     def __repr__(self) -> str:
@@ -286,8 +271,9 @@ class Budget:
         """The scheme of a layer on these rungs."""
         found = self._known.get((layer, rungs))
         if found is None:
-            own = (self.ladder[rung].in_layer(layer, self.layers) for rung in rungs)
-            found = self._known[layer, rungs] = _sides(*own, self.sink)
+            own = [self.ladder[rung].in_layer(layer, self.layers) for rung in rungs]
+            made = Sides(keys=own[0], values=own[1], sink_length=self.sink)
+            found = self._known[layer, rungs] = self._known.setdefault(made, made)
         return found
 
     def schemes(self, rungs: Rungs | None = None) -> list[Scheme]:
@@ -326,7 +312,9 @@ class Budget:
                 now[layer] = (rung, values) if side == "keys" else (keys, rung)
                 yield tuple(now)
 
-    def peak(self, rungs: Rungs, shape: Shape, room: int, tokens: int, extra: str = "") -> int:
+    def peak(
+        self, rungs: Rungs, shape: Shape, room: int, tokens: int, extra: str = "", old: Shape | None = None
+    ) -> int:
         """Most bytes that the cache holds at any time with buffers for ``room`` tokens a row.
 
         All layers' buffers, their small tensors, and what there is beside for a time: tokens of a forward that are not
@@ -336,6 +324,7 @@ class Budget:
             tokens: of a forward that comes.
             extra: "windows" for a change of rows or lengths, which copies windows and pages that are not full; "cut"
                 for a first prompt of which those tokens are copied that have room.
+            old: of other rows, from whose buffers these are gathered, before they are bound to their own.
         """
         schemes = self.schemes(rungs)
         # A layer may come to longer tails than any has now.
@@ -351,6 +340,8 @@ class Budget:
         staged = shape.token * max(tokens, MAX_STEP)
         staged += shape.token * (room - shape.gone) if extra == "cut" else 0
         copies = sum(window_bytes(scheme, shape, room) for scheme in schemes) if extra == "windows" else 0
+        if old is not None:
+            copies += sum(layer_bytes(x, each, room) + each.shown for x in schemes for each in (old, shape))
         return sum(held) + self._small(shape, tokens) + max(staged, beside + scratch) + copies
 
     def _small(self, shape: Shape, tokens: int) -> int:
@@ -365,7 +356,7 @@ class Budget:
         tokens: int,
         rooms: Rooms,
         extra: str = "",
-        more: int = 0,
+        old: Shape | None = None,
         spare: tuple[int, int] = (0, 1),
     ) -> tuple[Shape, Rungs, int]:
         """Shape, rungs and room that fit: as few steps down as possible, then as much room, then fewer tokens.
@@ -373,36 +364,33 @@ class Budget:
         Args:
             need: tokens of a row that must have a place.
             rooms: rooms to try, the best first, by `Place`.
-            more: bytes that are held beside.
+            extra: see `peak`; so is ``old``.
             spare: pages that may be forgotten and tokens of a page, see `_pages_to_spare`.
 
         Raises:
             ValueError: the whole ladder is not enough. Nothing is changed then.
         """
-        last = self.rungs
-        for last in self.down():
-            for room in rooms("here" if last is self.rungs else "below"):
-                if self.peak(last, shape, room, tokens, extra) + more <= self.limit:
-                    return shape, last, room
-        # The ladder ends here, so there is no use in room ahead.
-        for room in rooms("end"):
-            if self.peak(last, shape, room, tokens, extra) + more <= self.limit:
-                return shape, last, room
+        every = list(self.down())
+        last = every[-1]
+        places: list[Place] = ["here", *["below"] * (len(every) - 1), "end"]
+        # The ladder ends there, so there is no use in room ahead.
+        for rungs, place in zip([*every, last], places, strict=True):
+            for room in rooms(place):
+                if self.peak(rungs, shape, room, tokens, extra, old) <= self.limit:
+                    return shape, rungs, room
         pages, page = spare
 
         def without(count: int) -> Shape:
             return shape._replace(gone=shape.gone + count * page)
 
         def fits(count: int) -> bool:
-            return (
-                self.peak(last, without(count), need, tokens, "cut" if need == tokens else extra) + more <= self.limit
-            )
+            return self.peak(last, without(count), need, tokens, "cut" if need == tokens else extra) <= self.limit
 
         fewest = 1 + bisect_left(range(1, pages + 1), True, key=fits)
         if fewest <= pages:
             ahead = min(pages - fewest, max(1, int(AHEAD * (pages - fewest))))
             return without(fewest + ahead), last, need + ahead * page
-        least = self.peak(last, shape, rooms("end")[-1], tokens, extra) + more
+        least = self.peak(last, shape, rooms("end")[-1], tokens, extra, old)
         forget = ", or let a new cache forget tokens (evict='snapkv')" if self.evict is None else ""
         raise ValueError(
             f"memory: {need} tokens in {shape.rows} rows need {format_bytes(least)} in the narrowest pages, but the "
@@ -464,9 +452,7 @@ class Budget:
             return
         if has_room and self.peak(self.rungs, shape, layers[0].buffer.room, tokens) <= self.limit:
             return
-        cache._catch_up()
-        for layer in layers:
-            layer.settle()
+        _settle(cache)
         # Tokens are taken back between steps where they are recorded as past; by then no room can be made.
         extra = "windows" if self.evict is not None and layers[0].record_past else ""
         spare = self._pages_to_spare(cache, shape)
@@ -487,30 +473,15 @@ class Budget:
         layers: list[Any] = cache.compressed_layers
         if not layers[0].seen and not cache._sync.seen:
             return
-        cache._catch_up()
-        for layer in layers:
-            layer.settle()
+        _settle(cache)
         # A fixed capacity stays what it is.
         shape, need = self._shape(cache, None), layers[0].capacity or layers[0].seen
         room = max(need, *(x.buffer.room for x in layers))
         held = [room] if room == need else [room, need]
         if rows is not None and (copies or rows != shape.rows):
             # Other rows are in memory of their own, until the old ones have gone.
-            new = shape._replace(rows=rows)
-            for rungs in self.down():
-                both = self.peak(rungs, new, need, 0)
-                # New rows are gathered from the old buffers, then bound to their own.
-                both += sum(
-                    layer_bytes(x, each, need) + each.shown for x in self.schemes(rungs) for each in (shape, new)
-                )
-                if both <= self.limit:
-                    break
-            else:
-                raise ValueError(
-                    f"memory: a change of {shape.rows} rows to {rows} does not fit in {format_bytes(self.limit)}; "
-                    "nothing was changed. Give the cache more (cache.memory_limit = ...), or begin with these rows."
-                )
             held = [need]
+            _, rungs, _ = self.choose(shape._replace(rows=rows), need, 0, lambda _: held, old=shape)
         else:
             # Tokens older than the window could not be taken back once others are forgotten.
             keeps = self.evict is None or crops > self.evict.window
@@ -538,8 +509,7 @@ class Budget:
                     for layer in layers:
                         _drop(layer)
                 return
-            for layer in layers:
-                layer.settle()
+            _settle(cache)
             shape, need = self._shape(cache, None), layers[0].capacity or layers[0].seen
             room = max(need, *(x.buffer.room for x in layers))
             shape, rungs, room = self.choose(
@@ -787,13 +757,15 @@ class Budget:
             buffer._write_queries()
 
 
+def _settle(cache: Any) -> None:
+    """Does what a cache's steps and updates have left."""
+    cache._catch_up()
+    for layer in cache.compressed_layers:
+        layer.settle()
+
+
 def _drop(layer: KVLayer) -> None:
     """Frees an empty layer's memory."""
     assert layer.buffer is not None, "a cache with a budget has buffers"
     layer.store, layer.is_initialized = None, False
     layer.buffer.drop()
-
-
-@lru_cache(maxsize=4096)
-def _sides(keys: Scheme, values: Scheme, sink: int) -> Scheme:
-    return Sides(keys=keys, values=values, sink_length=sink)

@@ -21,7 +21,7 @@ from torch import Tensor
 from hfkvq import kernels
 from hfkvq.caches import Scheme
 from hfkvq.caches.layer_state.query_statistics import QueryStatistics
-from hfkvq.caches.steps.step_buffer import sealing_rules
+from hfkvq.caches.steps.step_buffer import plan_of_layout
 from hfkvq.caches.store import KVStore, Ragged, StoreState
 from hfkvq.caches.store.row_lengths import RowState, WindowSizes
 from hfkvq.kernels.arguments import AttentionArguments
@@ -427,13 +427,8 @@ class WindowedPages(CompressedPages):
         """Plan of steps of so many requests."""
         plan = self._plans.get((layer, rows, blocks))
         if plan is None:
-            layout, dim = self.layouts[layer], self.head_dim
-            rule, query = sealing_rules(self._scheme_of[layer], layout, dim)
-            plan = StepPlan(
-                layout.store.spec, rows, self.num_key_value_heads, dim, dim, str(self.cache_dtype), (blocks,),
-                self.tails, self.sizes.local, self.sizes.unit, 0, rule, query,
-                balance=(layout.keys.balance, layout.values.balance),
-            )  # fmt: skip
+            shape = rows, self.num_key_value_heads, self.head_dim, self.head_dim, str(self.cache_dtype)
+            plan = plan_of_layout(self._scheme_of[layer], self.layouts[layer], shape, (blocks,), self.tails, 0)
             self._plans[layer, rows, blocks] = plan
         return plan
 

@@ -73,7 +73,7 @@ def held(cache):
     tensors = []
     for layer in cache.compressed_layers:
         tensors += [] if layer.store is None else layer.store.state.tensors()
-        tensors += layer.tensors() + (list(layer.staged) if layer.staged is not None else [])
+        tensors += [*layer.tensors(), *(layer.staged or ())]
         tensors += layer.buffer.memory()
     return held_bytes(tensors)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -78,28 +79,35 @@ def make_plan(
         # Tails need no more slots than the buffer has columns. While nothing is there, nothing has to move.
         slots = min(store.tail_limit[side], max(room - layer.gone - store.layout.sink, MAX_STEP))
         store.grow_tail(side, slots, store.longest == 0)
-    keys, values = store.layout.keys, store.layout.values
-    rule, query = sealing_rules(layer.scheme, store.layout, store.dims["keys"])
-    keeps = eviction is not None and eviction.keeps_query
-    return StepPlan(
-        store=store.format.spec,
-        rows=store.batch,
-        heads=store.heads,
-        key_dim=store.dims["keys"],
-        value_dim=store.dims["values"],
-        dtype=str(store.dtype),
-        blocks=blocks,
-        tails=(store.windows[2].shape[2], store.windows[3].shape[2]),
-        local=(max(keys.local, hold), max(values.local, hold)),
-        unit=(keys.unit, values.unit),
-        capacity=room,
-        rule=rule,
-        query="keep" if keeps else query,
-        fold=store.fold,
-        query_heads=store.fold * store.heads * queries_per_head if keeps else 0,
-        balance=(keys.balance, values.balance),
-        offloaded=layer.offloaded,
-    )
+    shape = store.batch, store.heads, store.dims["keys"], store.dims["values"], str(store.dtype)
+    tails = store.windows[2].shape[2], store.windows[3].shape[2]
+    plan = plan_of_layout(layer.scheme, store.layout, shape, blocks, tails, room, hold)
+    plan = replace(plan, store=store.format.spec, fold=store.fold, offloaded=layer.offloaded)
+    if eviction is None or not eviction.keeps_query:
+        return plan
+    return replace(plan, query="keep", query_heads=store.fold * store.heads * queries_per_head)
+
+
+def plan_of_layout(
+    scheme: Scheme,
+    layout: Layout,
+    shape: tuple[int, int, int, int, str],
+    blocks: tuple[int, ...],
+    tails: tuple[int, int],
+    capacity: int,
+    hold: int = 0,
+) -> StepPlan:
+    """Plan of steps over what a layout describes.
+
+    Args:
+        shape: rows, KV heads, channels of keys and of values, and dtype.
+        hold: newest tokens that stay unsealed, beyond what the layout says.
+    """
+    keys, values = layout.keys, layout.values
+    rule, query = sealing_rules(scheme, layout, shape[2])
+    local, unit = (max(keys.local, hold), max(values.local, hold)), (keys.unit, values.unit)
+    balance = keys.balance, values.balance
+    return StepPlan(layout.store.spec, *shape, blocks, tails, local, unit, capacity, rule, query, balance=balance)
 
 
 def sealing_rules(scheme: Scheme, layout: Layout, key_dim: int) -> tuple[str, str]:
