@@ -18,9 +18,8 @@ Parts, any of which may be left out (``--parts ladder steps fill``), into one JS
   first cache of a process also compiles kernels and measures the model. ``above`` is the peak of PyTorch's allocator in
   the prompt, and in the steps behind it, above weights, less what each takes beside a cache with room (``beside``), and
   must not exceed the budget. ``changes`` has for each change seconds of its parts (`PARTS`), sides that went down, and
-  blocks asked of the driver; ``share`` is the seconds' sum, of the whole. With ``--launches`` a third cache has its
-  changes profiled: operations and launches of each. With ``--forget`` the budget is for half of the tokens, and the
-  cache forgets the others.
+  blocks asked of the driver; ``share`` is the seconds' sum, of the whole. With ``--forget`` the budget is for half of
+  the tokens, and the cache forgets the others.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ from hfkvq.measure.divergence.run import as_record
 from hfkvq.measure.divergence.windows import cut, find_texts
 from hfkvq.measure.models import find_model, load_model, load_tokenizer
 from hfkvq.measure.records import clock, commit, device_name, now, versions
-from hfkvq.measure.tables import markdown_table
 from hfkvq.sizes import parse_size
 from hfkvq.tuning.objectives import Objective, TextKLD
 
@@ -272,20 +270,6 @@ def parts_timed(device: torch.device) -> Iterator[dict[str, float]]:
             setattr(kind, method, before[name])
 
 
-def profiled(moves: Callable[..., Any], found: list[Record]) -> Callable[..., Any]:
-    """`Budget._go`, of which each call notes its operations of PyTorch and its launches."""
-
-    def run(*args: Any) -> Any:
-        with torch.profiler.profile() as profile:
-            out = moves(*args)
-        events = profile.events() or []
-        launches = sum(each.device_type == torch.autograd.DeviceType.CUDA for each in events)
-        found.append({"operations": sum(each.cpu_parent is None for each in events) - launches, "launches": launches})
-        return out
-
-    return run
-
-
 def fill(model: Any, given: argparse.Namespace, order: Any) -> Record:
     """A cache that goes down the whole ladder, a token at a time."""
     device, layers = model.device, model.config.get_text_config(decoder=True).num_hidden_layers
@@ -348,20 +332,12 @@ def fill(model: Any, given: argparse.Namespace, order: Any) -> Record:
     ample = run(MUCH, 100)
     beside = {phase: ample["peaks"][phase] - ample["held"][phase] for phase in ample["peaks"]}
     cold, tight = run(limit, tokens), run(limit, tokens)
-    found: Record = {"cold": {"share": cold["share"], "changes": cold["changes"]}}
-    if given.launches:
-        moves, profiles = Budget._go, []
-        try:
-            Budget._go = profiled(moves, profiles)  # type: ignore[method-assign]
-            run(limit, tokens)
-        finally:
-            Budget._go = moves  # type: ignore[method-assign]
-        found["launches"] = profiles
     stock = 2 * 2 * shape.heads * shape.key_dim * layers * tight["tokens"]
     above = {phase: max(each["peaks"][phase] for each in (cold, tight)) - beside[phase] for phase in beside}
     return {
         "limit": limit, "bf16": stock, "beside": beside, "above": above, "within": max(above.values()) <= limit,
-        "held_within": max(tight["held"].values()) <= limit, **tight, **found,
+        "held_within": max(tight["held"].values()) <= limit, **tight,
+        "cold": {"share": cold["share"], "changes": cold["changes"]},
     }  # fmt: skip
 
 
@@ -447,75 +423,60 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--fill", type=int, default=6000, help="steps of the part fill")
-    parser.add_argument("--launches", action="store_true", help="count those of changes of the part fill")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--shape", help="a shape of evals/shapes.py, with random weights")
     parser.add_argument("--long", type=int, default=131072, help="tokens of the part long")
     parser.add_argument("--memory", default="4GiB", help="budget of the part long")
     parser.add_argument("--device-memory", default="24GiB", help="of the part long")
     given = parser.parse_args()
-    given.parts = given.parts or (["long"] if given.shape else ["ladder", "steps", "fill"])
-    if given.shape:
-        head = {"kind": "hfkvq budget, long", "date": now(), "commit": commit()}
-        about = {"device": device_name(torch.device("cuda")), "versions": versions("torch", "triton", "transformers")}
-        record: Record = head | about
-        if "fill" in given.parts:
-            model = build(get_config(given.shape), torch.device("cuda"), torch.bfloat16)
-            record |= {"shape": given.shape, "fill": fill(model, given, given.order)}
-        else:
-            record |= long(given)
-        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        return print(json.dumps(record, indent=1))
-    source = find_model(given.model)
+    parts = given.parts or (["long"] if given.shape else ["ladder", "steps", "fill"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_model(source, device), load_tokenizer(source)
-    files = sorted((given.data / "texts").glob("*.*")) if given.data else None
-    texts = find_texts(files or None, None, "", "text", source.reference, 0)
-    apart = given.order_windows if given.order == "measure" else 0
-    windows = cut(texts, tokenizer, given.prompt + given.scored, given.windows + apart)
-    # Every few windows one is the order's, so that it is of all texts.
-    own = torch.arange(apart) * len(windows.tokens) // max(apart, 1)
-    rest = [n for n in range(len(windows.tokens)) if n not in own]
-    tokens, names = windows.tokens[rest], [windows.names[n] for n in rest]
-    text = model.config.get_text_config(decoder=True)
-    record = {
+    record: Record = {
         "kind": "hfkvq budget", "date": now(), "commit": commit(), "device": device_name(device),
-        "versions": versions("torch", "triton", "transformers"), "model": source.name, "settings": vars(given).copy(),
+        "versions": versions("torch", "triton", "transformers"), "settings": vars(given).copy(),
     }  # fmt: skip
     paths = {name: getattr(given, name) for name in ("model", "json", "data")}
     record["settings"] |= {name: path and Path(path).name for name, path in paths.items()}
-    order: Any = given.order
 
     def keep(part: str, found: Any) -> None:
         record[part] = found
         given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        print(part, json.dumps(found)[:2000] if part != "ladder" else "done", flush=True)
+        print(part, json.dumps(found)[:2000], flush=True)
 
+    order: Any = given.order
+    if given.shape:
+        if "long" in parts:
+            keep("long", long(given))
+        if "fill" in parts:
+            keep("fill", fill(build(get_config(given.shape), device, torch.bfloat16), given, order))
+        return
+    source = find_model(given.model)
+    model, tokenizer = load_model(source, device), load_tokenizer(source)
+    record["model"] = source.name
+    files = sorted((given.data / "texts").glob("*.*")) if given.data else None
+    texts = find_texts(files or None, None, "", "text", source.reference, 0)
+    apart = given.order_windows if order == "measure" else 0
+    windows = cut(texts, tokenizer, given.prompt + given.scored, given.windows + apart)
+    # Every few windows one is the order's, so that it is of all texts.
+    own = torch.arange(apart) * len(windows.tokens) // max(apart, 1)
+    rest = [n for n in range(len(windows.tokens)) if n not in own]
     if order == "measure":
         objective = TextKLD(model, windows.tokens[own], prefill=given.prompt, chunk=16, batch_size=given.batch_size)
-        pairs = tune_order(objective, text.num_hidden_layers, shape_of(model, 1).key_dim)
-        order = given.json.with_suffix(".order.json")
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        pairs = tune_order(objective, layers, shape_of(model, 1).key_dim)
         origin = {key: record[key] for key in ("date", "commit", "device", "model")}
         held = {"kind": ORDER_KIND, "order": pairs, "origin": origin}
-        order.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+        order = str(given.json.with_suffix(".order.json"))
+        Path(order).write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
         keep("order", pairs)
-        order = str(order)
-    if "ladder" in given.parts:
-        rows = ladder(model, tokens, names, given, order)
+    if "ladder" in parts:
+        rows = ladder(model, windows.tokens[rest], [windows.names[n] for n in rest], given, order)
         keep("ladder", rows)
         if order:
             keep("order_gain", order_gain(rows))
-        head = ("state", "bits", "KLD", "median", "99.9 %", "top-1", "best preset", "ratio")
-        lines = [
-            (x["name"], f"{x['bits']:.2f}", f"{x['kld']['mean']:.5f}", f"{x['kld']['median']:.5f}",
-             f"{x['kld']['p999']:.3f}", f"{x['top1']['share']:.3f}", str(x["best"]),
-             "" if x["ratio"] is None else f"{x['ratio']:.2f}")
-            for x in rows
-        ]  # fmt: skip
-        print(markdown_table(head, lines), flush=True)
-    if "steps" in given.parts:
+    if "steps" in parts:
         keep("steps", steps(model, given, order))
-    if "fill" in given.parts:
+    if "fill" in parts:
         keep("fill", fill(model, given, order))
 
 

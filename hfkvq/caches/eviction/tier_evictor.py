@@ -16,7 +16,7 @@ from ..schemes.arkv import Arkv
 from ..schemes.score_inputs import Evidence, evidence_of, prompt_candidates, tier_widths
 from ..store import KVStore, StoreState
 from ..store.packing import Packed
-from ..store.requantize import EVICT, STAY, Requantized, positions, requantize_by_tiers, requantized, run_columns
+from ..store.requantize import EVICT, STAY, Requantized, positions, requantize, requantized, run_columns
 from ..store.rows import joined, part, used_blocks
 from ..store.windows import pages_for
 from .evictor import (
@@ -97,7 +97,7 @@ def tier_targets(
         final: whether shares are final; until then a prompt keeps as many tokens as the budget could hold in few bits.
 
     Returns:
-        Targets as `requantize_by_tiers` takes them, and i64 (B*H, n): ranks of the tokens that are left, oldest first.
+        Targets as `requantized` takes them, and i64 (B*H, n): ranks of the tokens that are left, oldest first.
     """
     length = state.counters[LENGTH].long()
     past = (length - newest).clamp(min=0)
@@ -302,7 +302,7 @@ class TierEvictor(Eviction[Arkv]):
             share = self.share()
             given = policy, self.budget.costs, self.newest, store.state, scores, share
             target, left = tier_targets(*given, over, prompt, where, order, final)
-            requantize_by_tiers(store, target, where)
+            requantize(store, target, where)
             layer.evicted = True
             layer.edition += 1
             self.provisional = over & prompt if not final else None

@@ -1,7 +1,7 @@
 """Requantization: tokens that are stored already change their run, or are forgotten.
 
-Schemes ask for it in two ways: `keep_tokens` forgets all tokens but some; `requantize_by_tiers` gives each token a run,
-or forgets it. Both are one operation, `requantized`, which makes a new state of the old one and asks the device once.
+`keep_tokens` forgets all tokens but some; `requantize` gives each token a run, or forgets it. Both are one operation,
+`requantized`, which makes a new state of the old one and asks the device once.
 
 - A token that stays in a run whose formats are per token keeps its bits. One that comes from elsewhere is dequantized
   and quantized again.
@@ -271,31 +271,14 @@ def keep_tokens(store: KVStore, keep: Tensor, hold: int = 0, q_abs: Tensor | Non
         where = positions(store)
         order = torch.where(where > ABSENT, where, LAST).argsort(1)[:, : target.shape[1]]
         target = torch.full_like(where, STAY, dtype=torch.int8).scatter_(1, order, target)
-    return _apply(store, target, where, hold, q_abs)
-
-
-def requantize_by_tiers(store: KVStore, target: Tensor, where: Tensor | None = None) -> bool:
-    """Moves every token of several runs to the run that it is to be in; the pages that it leaves are given back.
-
-    Args:
-        store: a store with several runs.
-        target: i8 (B, N) over the columns of `positions`: number of a run, `EVICT`, or `STAY`. Columns without a token
-            count for nothing. Of the tail, those that go to a run must be older than those that stay.
-        where: `positions`, if they are known already.
-
-    Returns:
-        Whether any token has moved or was forgotten.
-
-    Raises:
-        NotImplementedError: a store of one run, or several runs of which one is sealed by whole pages.
-    """
-    if store.format.ordered:
-        raise NotImplementedError(f"requantize_by_tiers: got {store.format.spec}, allowed stores with several runs.")
-    return _apply(store, target, where)
+    return requantize(store, target, where, hold, q_abs)
 
 
 @outside_inference_mode
-def _apply(store: KVStore, target: Tensor, where: Tensor | None, hold: int = 0, q_abs: Tensor | None = None) -> bool:
+def requantize(
+    store: KVStore, target: Tensor, where: Tensor | None, hold: int = 0, q_abs: Tensor | None = None
+) -> bool:
+    """Gives a store what `requantized` makes of it; whether any token has moved or was forgotten."""
     done = requantized(store.state, store.layout, store.scheme, target, where, hold, q_abs)
     if done is None:
         return False
@@ -330,11 +313,17 @@ def requantized(
 
     Args:
         scheme: raises channels of pages that are sealed whole.
-        target: i8 (B, n). Of several runs: see `requantize_by_tiers`. Of one run: `EVICT` or `STAY` for each token of a
-            row, oldest first.
+        target: i8 (B, n). Of one run: `EVICT` or `STAY` for each token of a row, oldest first. Of several runs: over
+            the columns of `positions`, or the number of a run, whose pages are given back where tokens leave them.
+            Columns without a token count for nothing. Of the tail, those that go to a run must be older than those
+            that stay.
+        where: `positions`, if they are known already.
 
     Returns:
         What was made; None where no token moves.
+
+    Raises:
+        NotImplementedError: several runs of which one is sealed by whole pages.
     """
     if not state.longest:
         return None
