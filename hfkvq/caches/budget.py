@@ -371,8 +371,8 @@ class Budget:
             ValueError: the whole ladder is not enough. Nothing is changed then.
         """
         every = list(self.down())
-        last = every[-1]
-        places: list[Place] = ["here", *["below"] * (len(every) - 1), "end"]
+        last, below = every[-1], list[Place](["below"]) * (len(every) - 1)
+        places: list[Place] = ["here", *below, "end"]
         # The ladder ends there, so there is no use in room ahead.
         for rungs, place in zip([*every, last], places, strict=True):
             for room in rooms(place):
