@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
+from transformers.models.gemma2 import modeling_gemma2
 
 from hfkvq.caches.attention import interface
 from hfkvq.caches.attention.interface import hfkvq_attention
@@ -66,6 +67,12 @@ def test_a_layers_prompt_behind_its_pages(plain, monkeypatch, preset):
     assert all(torch.equal(a, b) for a, b in zip(*(x[1:] for x in outs), strict=True))
 
 
+class Gemma2(Module):
+    """An attention module with a softcap, whose eager attention is Gemma 2's."""
+
+    num_key_value_groups, __module__ = 4, modeling_gemma2.__name__
+
+
 @pytest.mark.parametrize(
     ("mask", "more", "expected"),
     [
@@ -81,7 +88,7 @@ def test_a_layers_prompt_behind_its_pages(plain, monkeypatch, preset):
 def test_what_goes_without_a_mask(plain, mask, more, expected):
     query, keys, values = given()
     arguments = AttentionArguments(SCALING, mask, more.get("softcap", 0.0))
-    out, _ = interface.dense_attention(None, query, keys, values, arguments, **more)
+    out, _ = interface.dense_attention(Gemma2(), query, keys, values, arguments, **more)
     assert out.shape == (2, 40, 8, 64)
     assert bool(plain) == expected
 
