@@ -50,32 +50,21 @@ def generate(model, cache, inputs, **kwargs):
     return model.generate(**inputs, past_key_values=cache, **(NEW | never | kwargs))
 
 
-def goes_on(model, family, inputs, out, *parts):
-    """The conversation so far and a message of new parts: for a cache that holds the former, and for one that is empty.
-
-    A cache is given all ids, and the pixels of new images.
-    """
-    more = prompts(family, [says("user", *parts)])
+def second_turn(family, model, cache):
+    """A cache is given all ids, and the pixels of new images."""
+    inputs, more = one_row(family), prompts(family, [says("user", "and", picture(7), "?")])
+    out = generate(model, cache, inputs)
     ids = torch.cat([out, more["input_ids"]], 1)
-    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    turn = more | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for name in ("token_type_ids", "mm_token_type_ids"):
         if name in more:
             answered = out.shape[1] - inputs[name].shape[1]
-            whole[name] = torch.cat([torch.nn.functional.pad(inputs[name], (0, answered)), more[name]], 1)
-    for name in ("pixel_values", "image_grid_thw"):
-        if name in more:
-            whole[name] = torch.cat([inputs[name], more[name]])
-    turn = whole | {name: more[name] for name in ("pixel_values", "image_grid_thw") if name in more}
+            turn[name] = torch.cat([torch.nn.functional.pad(inputs[name], (0, answered)), more[name]], 1)
     if "image_grid_thw" in more:
-        given = {name: whole[name] for name in ("mm_token_type_ids", "image_grid_thw")}
+        grids = torch.cat([inputs["image_grid_thw"], more["image_grid_thw"]])
+        given = {"mm_token_type_ids": turn["mm_token_type_ids"], "image_grid_thw": grids}
         turn["position_ids"], _ = model.model.get_rope_index(ids, **given)
-    return turn, whole
-
-
-def second_turn(family, model, cache):
-    inputs = one_row(family)
-    out = generate(model, cache, inputs)
-    return generate(model, cache, goes_on(model, family, inputs, out, "and", picture(7), "?")[0])
+    return generate(model, cache, turn)
 
 
 def sampled(family, model, cache):

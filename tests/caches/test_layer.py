@@ -43,9 +43,9 @@ def call(layer, queries, keys, values, mask=None, **kwargs):
     return out.transpose(1, 2)
 
 
-def lossless(tokens, count=2, **kwargs):
-    """A lossless layer with tokens inside, and the rows."""
-    layer, rows = make(small("full"), **kwargs), [row(i + 1, 100) for i in range(count)]
+def lossless(tokens, **kwargs):
+    """A lossless layer with tokens inside, and its two rows."""
+    layer, rows = make(small("full"), **kwargs), [row(i + 1, 100) for i in range(2)]
     feed(layer, [x[:tokens] for x in rows], [tokens])
     return layer, rows
 

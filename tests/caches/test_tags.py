@@ -25,7 +25,6 @@ from hfkvq.caches.tags import (
 from tests.caches.chat_samples import SAMPLES
 from tests.caches.chats import TOKENS, byte_tokenizer
 
-IDS = [sample.name for sample in SAMPLES]
 # A tokenizer that merges where it can: roles with their newline, newlines, brackets with what follows.
 MERGES = ("user\n", "assistant\n", "system\n", "\n\n", ">\n", '{"', "<tool", "</tool", "_response>\n", "ab", "ce")
 
@@ -40,7 +39,7 @@ def names(tags):
 
 @functools.cache
 def tokenizer_for(sample_name: str, merging: bool):
-    sample = SAMPLES[IDS.index(sample_name)]
+    sample = SAMPLES[sample_name]
     # Only the markers of a template matter to the tagger.
     template = sample.template or "".join(TOKENS[sample.family])
     return byte_tokenizer(sample.family, template, MERGES if merging else ())
@@ -55,9 +54,9 @@ def tagger_for(sample_name: str, merging: bool) -> Tagger:
 
 
 @pytest.mark.parametrize("merging", [False, True], ids=["bytes", "merging"])
-@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize("name", SAMPLES)
 def test_every_token_of_a_sample_has_the_tag_written_by_hand(name, merging):
-    sample, tokenizer = SAMPLES[IDS.index(name)], tokenizer_for(name, merging)
+    sample, tokenizer = SAMPLES[name], tokenizer_for(name, merging)
     made = tokenizer(sample.text, add_special_tokens=False, return_offsets_mapping=True)
     letters = [tag for text, tag in sample.pieces for _ in text]
     # A token belongs to the piece in which it begins.
@@ -70,15 +69,12 @@ def test_every_token_of_a_sample_has_the_tag_written_by_hand(name, merging):
 # Padding and batches
 
 
-def _rows(name="qwen3-five-turns"):
-    tokenizer, tagger = tokenizer_for(name, False), tagger_for(name, False)
-    texts = [SAMPLES[IDS.index(name)].text, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", ""]
-    return tokenizer, tagger, [encode(tokenizer, text) for text in texts]
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_row_has_the_tags_of_the_row_alone(side):
-    tokenizer, tagger, rows = _rows()
+    name = "qwen3-five-turns"
+    tokenizer, tagger = tokenizer_for(name, False), tagger_for(name, False)
+    texts = [SAMPLES[name].text, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", ""]
+    rows = [encode(tokenizer, text) for text in texts]
     width = max(map(len, rows)) + 2
     ids = torch.full((len(rows), width), tokenizer.pad_token_id)
     mask = torch.zeros_like(ids)

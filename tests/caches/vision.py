@@ -261,9 +261,9 @@ def picture(seed: int, width: int = SIDE, height: int = SIDE) -> Image.Image:
     return Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def film(seed: int, frames: int = 4) -> np.ndarray:
-    """u8 (frames, 3, SIDE, SIDE), noise."""
-    return np.random.default_rng(seed).integers(0, 256, (frames, 3, SIDE, SIDE), dtype=np.uint8)
+def film(seed: int) -> np.ndarray:
+    """u8 (4, 3, SIDE, SIDE), noise."""
+    return np.random.default_rng(seed).integers(0, 256, (4, 3, SIDE, SIDE), dtype=np.uint8)
 
 
 def says(role: str, *parts: Any) -> dict[str, Any]:
