@@ -254,7 +254,7 @@ def _round_to_bfloat16() -> None:
         bits = np.ascontiguousarray(data).reshape(data.shape).view(np.uint32 if wide else np.uint16).astype(np.uint32)
         if not wide:
             return bits << 16
-        # What is no number stays none.
+        # NaNs stay NaNs.
         odd = (bits & 0x7FFFFFFF) > 0x7F800000
         return np.where(odd, bits >> 16 | 0x40, (bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)
 

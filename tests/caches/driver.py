@@ -153,7 +153,7 @@ def make(scheme: Scheme, **kwargs: Any) -> KVLayer:
 
 
 class Module(torch.nn.Module):
-    """As much of an attention module as attention functions look at."""
+    """Attention module with the fields that attention functions read."""
 
     is_causal, num_key_value_groups = True, SHARE
 
@@ -442,7 +442,7 @@ class Questions(TorchDispatchMode):
         index = args[1] if name.startswith("aten::index") and isinstance(args[1], (list, tuple)) else ()
         if any(x is not None and x.dtype == torch.bool for x in index):
             self.asked.append(name)
-        # What `tolist` and numbers need: copies to the host.
+        # Copies to the host, as `tolist` and numbers need them.
         if name == "aten::_to_copy" and (kwargs or {}).get("device") == torch.device("cpu"):
             self.asked.append(name)
         return func(*args, **(kwargs or {}))

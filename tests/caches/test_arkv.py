@@ -379,7 +379,7 @@ def tensors(layer, rows, tokens, seed, dtype=torch.bfloat16):
 
 
 def take(layer, queries, keys, values, mask=None, softcap=0.0, sinks=None):
-    """What the "hfkvq" attention does; a prompt's own result is of no interest."""
+    """Attention as "hfkvq" does it; the prompt's own result is not used."""
     layer.update(keys, values)
     out = queries
     if layer.begin(mask, queries.shape[2]):

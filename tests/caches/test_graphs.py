@@ -73,7 +73,7 @@ def steps(model, cache, count, ids=None, **kwargs):
 
 @pytest.mark.parametrize("placed", [True, False])
 def test_a_mask_that_hides_more_than_padding_is_honoured(placed):
-    """Of a step alone, and of tokens that no prompt had hidden; without positions, padding alone is hidden."""
+    """Masks of a step, where no prompt had hidden tokens; without positions, padding alone is hidden."""
     model, (ids, mask) = build("llama"), padded(2, 20)
     found = []
     for cache in (MixedKVCache(model, FULL), DynamicCache(config=model.config)):

@@ -174,7 +174,7 @@ def test_operations_over_pinned_memory(dtype):
 
 @pytest.mark.gpu
 def test_memory_is_not_reused_while_the_gpu_is_at_work():
-    """What is freed goes to nobody before the kernels are done that were launched on it."""
+    """Freed memory is not given out before the kernels launched on it are done."""
     size = 64 * 2**20
     for _ in range(3):
         there = host.empty(size, torch.device("cuda", 0)).fill_(1)

@@ -84,7 +84,7 @@ def test_mcnemar_by_hand():
 
 
 def test_permutation_by_hand():
-    # Of 2^4 signs, the two where all agree are as far from zero.
+    # Two of the 2^4 signs, those where all agree, are as far from zero.
     assert compare.judge([0.0] * 4, [0.1, 0.2, 0.3, 0.4])["p"] == pytest.approx(2 / 16)
     assert compare.judge([0.5, 0.5], [0.6, 0.4])["p"] == 1.0
 
@@ -174,7 +174,7 @@ def test_gsm8k_is_asked_and_scored_as_by_lm_eval(upstream):
 
 
 def pick(upstream, doc, answer):
-    """What lm-eval's filter makes of an answer."""
+    """Answer behind lm-eval's filter."""
     ensemble = upstream._filters[0]
     assert ensemble.name == "strict-match"
     found = [[answer]]
