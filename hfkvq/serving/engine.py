@@ -33,11 +33,12 @@ from hfkvq.caches.attention.interface import register
 from hfkvq.caches.base.model_config import attention_shape, text_config
 from hfkvq.caches.layer_state.smoothing import KeySmoothing, measure, warn_of_noise
 from hfkvq.caches.layers.memory import format_bytes
+from hfkvq.caches.store.row_lengths import WindowSizes
 from hfkvq.sizes import parse_size
 
 from .ladder import LadderPages, Shape, ladder
 from .pages import CompressedPages, refusal
-from .windows import MOST_SLOTS, USUAL_TOKENS, WindowedPages, of_schemes
+from .windows import MOST_SLOTS, USUAL_TOKENS, WindowedPages
 
 ATTENTION = "hfkvq_flash"
 """The attention's name: with "flash" in it the engine makes no masks and reserves nothing for them."""
@@ -78,7 +79,9 @@ def check(config: PreTrainedConfig, scheme: Scheme) -> None:
         )
     schemes = schemes_of(config, scheme)
     reason = next((found for found in (refusal(own, shape[2]) for own in schemes) if found), None)
-    reason = reason or of_schemes(schemes, shape[2])
+    layouts = [own.layout(shape[2], shape[2]) for own in schemes]
+    if len({(WindowSizes.of(layout), layout.keys.formats[0].page_size) for layout in layouts}) > 1:
+        reason = reason or "its layers have windows or pages of several sizes"
     if reason:
         raise ValueError(
             f"scheme: got {scheme.name!r}, allowed schemes of one width a side that keep all tokens (saw-int4, "
@@ -86,60 +89,47 @@ def check(config: PreTrainedConfig, scheme: Scheme) -> None:
         )
 
 
-def chosen(
-    scheme: str | Scheme | None, memory: Any, knobs: dict[str, Any] | None = None
-) -> tuple[tuple[Scheme, ...], int | None]:
-    """Schemes that requests step down by, and bytes of the budget; one scheme and None without a budget.
-
-    Raises:
-        ValueError: an unknown scheme or knob; no size; a scheme or knobs beside a budget.
-    """
-    if memory is None:
-        return (get_scheme("best-4.3" if scheme is None else scheme, **knobs or {}),), None
-    if isinstance(memory, bool) or not isinstance(memory, (int, str)):
-        raise ValueError(f"memory: got {memory!r}, allowed bytes or a size like '6GiB'.")
-    if scheme is not None or knobs:
-        raise ValueError(
-            f"memory: got {memory!r} together with "
-            f"{', '.join(knobs or ()) if scheme is None else f'scheme {scheme!r}'}, allowed one of them, since the "
-            "budget chooses the pages; leave one out."
-        )
-    return ladder(), parse_size(memory, "memory")
-
-
 def usual_tokens(config: PreTrainedConfig, tokens: int | None) -> int:
     """Tokens of a usual request: those asked for, or `USUAL_TOKENS`, but no more than a model has positions."""
     return min(tokens or USUAL_TOKENS, getattr(text_config(config), "max_position_embeddings", None) or USUAL_TOKENS)
 
 
-def check_memory(
+def checked(
     config: PreTrainedConfig,
-    rungs: tuple[Scheme, ...],
-    memory: int,
+    scheme: str | Scheme | None,
+    memory: Any,
     dtype: torch.dtype,
-    requests: int | None = None,
-    tokens: int | None = None,
+    requests: int | None,
+    tokens: int | None,
     ranks: int = 1,
-) -> None:
-    """Raises ValueError if a budget has no place for a usual request; of a model that is split, each rank has one."""
+    **knobs: Any,
+) -> tuple[tuple[Scheme, ...], int | None]:
+    """Schemes that requests of a model step down by, and bytes of the budget; one scheme and None without a budget.
+
+    Raises:
+        ValueError: an unknown scheme or knob, or one that does not suit the model; no size; a scheme or knobs beside a
+            budget, or a budget without place for a usual request, which each of the ``ranks`` of a split model has.
+    """
+    if memory is None:
+        own = get_scheme("best-4.3" if scheme is None else scheme, **knobs)
+        check(config, own)
+        return (own,), None
+    if isinstance(memory, bool) or not isinstance(memory, (int, str)):
+        raise ValueError(f"memory: got {memory!r}, allowed bytes or a size like '6GiB'.")
+    if scheme is not None or knobs:
+        raise ValueError(
+            f"memory: got {memory!r} together with {', '.join(knobs) if scheme is None else f'scheme {scheme!r}'}, "
+            "allowed one of them, since the budget chooses the pages; leave one out."
+        )
+    rungs, size = ladder(), parse_size(memory, "memory")
+    for each in rungs:
+        check(config, each)
     shape = attention_shape(config)
     assert shape is not None, "see `check`"
-    schemes = tuple(schemes_of(config, scheme) for scheme in rungs)
+    schemes = tuple(schemes_of(config, each) for each in rungs)
     heads, usual = max(1, shape[1] // ranks), usual_tokens(config, tokens)
-    Shape(schemes, heads, shape[2], dtype, requests or MOST_SLOTS, usual).checked(memory)
-
-
-def check_free(memory: int, device: torch.device) -> None:
-    """Raises ValueError if a GPU has less memory free than a budget."""
-    if device.type != "cuda":
-        return
-    free = torch.cuda.mem_get_info(device)[0]
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if memory > free:
-        raise ValueError(
-            f"memory: got {format_bytes(memory)}, allowed {format_bytes(free)}, which {device} has free beside the "
-            "weights, and what attention computes needs some of it; give less."
-        )
+    Shape(schemes, heads, shape[2], dtype, requests or MOST_SLOTS, usual).checked(size)
+    return rungs, size
 
 
 def refusal_of_request(input_ids: Sequence[int], new: int | None, room: int) -> ValueError | None:
@@ -578,13 +568,16 @@ def enable(
     for name, value in (("requests", requests), ("request_tokens", request_tokens)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}: got {value!r}, allowed 1 or more, or None.")
-    rungs, size = chosen(scheme, memory, knobs)
-    for each in rungs:
-        check(model.config, each)
-    if size is not None:
-        ranks = getattr(getattr(model, "_device_mesh", None), "size", lambda: 1)()
-        check_memory(model.config, rungs, size, model.dtype, requests, request_tokens, ranks)
-        check_free(size, model.device)
+    ranks = getattr(getattr(model, "_device_mesh", None), "size", lambda: 1)()
+    rungs, size = checked(model.config, scheme, memory, model.dtype, requests, request_tokens, ranks, **knobs)
+    if size is not None and model.device.type == "cuda":
+        free = torch.cuda.mem_get_info(model.device)[0]
+        free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+        if size > free:
+            raise ValueError(
+                f"memory: got {format_bytes(size)}, allowed {format_bytes(free)}, which {model.device} has free beside "
+                "the weights, and what attention computes needs some of it; give less."
+            )
     # Models are measured by our attention, which no cache may have registered yet.
     register()
     return Serving(model, rungs, requests, request_tokens, size)

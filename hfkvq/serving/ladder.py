@@ -36,7 +36,7 @@ from hfkvq.kernels.hadamard import saturated
 from hfkvq.kernels.pages import SIDES, PageFormat
 
 from .pages import page_bytes
-from .windows import MOST_SLOTS, WindowedPages, bytes_of, window_shapes
+from .windows import MOST_SLOTS, WindowedPages, window_shapes
 
 logger = logging.getLogger("hfkvq")
 
@@ -168,7 +168,7 @@ class Shape(NamedTuple):
 
     def _windows(self, schemes: tuple[Scheme, ...], slots: int) -> int:
         """Bytes of a layer's windows, slot 0 included."""
-        return sum(bytes_of(window_shapes(schemes, slots + 1, self.heads, self.head_dim, self.dtype)))
+        return sum(size for *_, size in window_shapes(schemes, slots + 1, self.heads, self.head_dim, self.dtype))
 
     def checked(self, memory: int) -> list[Stage]:
         """The stages of a budget.

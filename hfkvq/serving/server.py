@@ -23,7 +23,7 @@ from hfkvq.caches import Scheme
 from hfkvq.measure.models import Source, load_model, load_tokenizer, read_config
 from hfkvq.measure.models.outline import positions_of
 
-from .engine import Serving, check, check_memory, chosen, enable
+from .engine import Serving, checked, enable
 from .fields import ENDPOINTS, PROMPTS, TEXT_PARTS, RefusedRequest, got
 from .fields import check as check_fields
 
@@ -419,12 +419,8 @@ class Server:
         from transformers.cli.serve import Serve
 
         _check_address(host, port)
-        (rungs, size), config = chosen(scheme, memory), read_config(source)
-        for each in rungs:
-            check(config, each)
-        if size is not None:
-            # Weights take minutes to load, and may then turn out to be of 32 bits.
-            check_memory(config, rungs, size, dtype or torch.bfloat16, requests, request_tokens)
+        # Weights take minutes to load, and may then turn out to be of 32 bits.
+        checked(read_config(source), scheme, memory, dtype or torch.bfloat16, requests, request_tokens)
         model, tokenizer = load_model(source, device, dtype), load_tokenizer(source)
         self.serving: Serving = enable(model, scheme, requests=requests, request_tokens=request_tokens, memory=memory)
         self.url = f"http://{host}:{port}/v1"

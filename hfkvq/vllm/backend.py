@@ -47,7 +47,7 @@ from .pages import (
     sdpa,
 )
 from .smoothing import has_key_biases, vectors_of_layer
-from .windows import Claim, PlacedPrompts, Slots, WindowPages, WindowPrompts, WindowSteps
+from .windows import PlacedPrompts, Slots, WindowPages, WindowPrompts
 
 HEAD_SIZES = (32, 64, 96, 128, 192, 256)
 
@@ -257,22 +257,11 @@ class Metadata(AttentionMetadata):
         return self.once("claimed", make)
 
     @property
-    def claim(self) -> Claim:
-        """Slots of all requests."""
-        return Claim(*self.claimed.found)
-
-    @property
-    def window_steps(self) -> WindowSteps:
-        """Rows of the requests with one token, which have slots."""
-        restores = self.prompts is None and (self.capturing or self.restores)
-        return WindowSteps(self.claimed, self.table[: self.decodes], restores)
-
-    @property
     def placed_prompts(self) -> PlacedPrompts:
         """The requests with more tokens, which have slots."""
-        windows, claim = self.windows, self.claim
+        windows, slots = self.windows, self.claimed.found[0, self.decodes :]
         assert windows is not None
-        return self.once("placed_prompts", lambda: windows.placed(claim.rows(slice(self.decodes, None))))
+        return self.once("placed_prompts", lambda: windows.placed(slots))
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -485,13 +474,15 @@ class Attention(AttentionImpl[Metadata]):
         # All tokens of a batch are stored before any is attended to: a request may look at what another stores.
         if isinstance(pages, WindowPages):
             if batch.decodes:
-                pages.take_step(query[steps], key[steps], value[steps], batch.window_steps)
+                restores = batch.prompts is None and (batch.capturing or batch.restores)
+                own = batch.claimed, batch.table[steps], restores
+                pages.take_step(query[steps], key[steps], value[steps], *own)
             if batch.windows is not None:
                 pages.take_prompts(query[rest], key[rest], value[rest], batch.placed_prompts)
                 if batch.restores:
-                    pages.restore(batch.table, batch.claim)
+                    pages.restore(batch.table, batch.claimed)
             if batch.decodes:
-                pages.attend_step(query[steps], batch.window_steps, self.scale, out[steps])
+                pages.attend_step(query[steps], batch.claimed, self.scale, out[steps])
         else:
             if batch.decodes:
                 pages.store_steps(key[steps], value[steps], batch.steps)

@@ -28,24 +28,6 @@ from hfkvq.kernels.step.buffer import side_by_side
 from .pages import PAGE, LayerPages, Prompts, Writes, sent
 
 
-class Claim(NamedTuple):
-    """Slots of a batch's requests.
-
-    Attributes:
-        slot: i32 (R,); the last slot is that of rows that pad the batch.
-        due: i32 (R,), whether a request is new to its slot and has tokens already, whose first page it lacks.
-        source: i32 (R,), the slot that has the same first page; -1 for none.
-    """
-
-    slot: Tensor
-    due: Tensor
-    source: Tensor
-
-    def rows(self, own: slice) -> Claim:
-        """Slots of some of the requests."""
-        return Claim(self.slot[own], self.due[own], self.source[own])
-
-
 class Slots:
     """Slots of requests that run, found by their blocks, the same in all layers.
 
@@ -75,20 +57,6 @@ class Slots:
                 "hfkvq: a request's newest tokens were lost, since more requests ran at a time than max_num_seqs."
             )
         self._told.copy_(self.lost, non_blocking=True)
-
-
-class WindowSteps(NamedTuple):
-    """Requests with one token each, the same in all layers.
-
-    Attributes:
-        claimed: their slots, and what follows from them.
-        table: i32 (R, N), their blocks.
-        restores: whether a request may lack its first page, and no other batch's prompt fills it now.
-    """
-
-    claimed: kernels.Claimed
-    table: Tensor
-    restores: bool
 
 
 class WindowPrompts(NamedTuple):
@@ -154,12 +122,12 @@ class WindowPrompts(NamedTuple):
         """Blocks that are full now, i32 (P + O,)."""
         return torch.cat([self.rows.writes.table, self.opened.table])[:, 0]
 
-    def placed(self, claim: Claim) -> PlacedPrompts:
-        """The same requests with their slots."""
-        windows = self.shifts + claim.slot
+    def placed(self, slot: Tensor) -> PlacedPrompts:
+        """The same requests with their slots, i32 (R,)."""
+        windows = self.shifts + slot
         page = torch.arange(PAGE, dtype=torch.int32, device=windows.device)
         columns = windows[1].index_select(0, self.owner)[:, None] * (self.heads * PAGE) + page
-        return PlacedPrompts(self, claim.slot, windows, columns)
+        return PlacedPrompts(self, slot, windows, columns)
 
 
 class PlacedPrompts(NamedTuple):
@@ -211,12 +179,25 @@ class WindowPages(LayerPages):
         self.windows = [keys[:half], values[:half], keys[half:], values[half:]]
         self._batch: tuple[PlacedPrompts, list[Tensor]] | None = None
 
-    def take_step(self, query: Tensor, key: Tensor, value: Tensor, rows: WindowSteps) -> None:
-        """Stores one token of each request, (R, H, D), and seals the pages that are full."""
-        new = query[:, :, None], key[:, :, None], value[:, :, None], rows.claimed
-        sums = [] if self.sums is None else self.sums
-        rest = self.tails, self.parts, rows.table, sums, self.form, self.rule, self.balance, rows.restores
-        kernels.take_page(*new, *rest)
+    def take_step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        claimed: kernels.Claimed,
+        table: Tensor,
+        restores: bool,
+    ) -> None:
+        """Stores one token of each request, (R, H, D), and seals the pages that are full.
+
+        Args:
+            claimed: slots of the requests, and what follows from them.
+            table: i32 (R, N), their blocks.
+            restores: whether a request may lack its first page, and no other batch's prompt fills it now.
+        """
+        new, sums = (query[:, :, None], key[:, :, None], value[:, :, None]), [] if self.sums is None else self.sums
+        rest = self.tails, self.parts, table, sums, self.form, self.rule, self.balance, restores
+        kernels.take_page(*new, claimed, *rest)
 
     def take_prompts(self, query: Tensor, key: Tensor, value: Tensor, rows: PlacedPrompts) -> None:
         """Stores the new tokens of requests, (n, Hq, D) and (n, H, D), and seals the pages that are full.
@@ -247,14 +228,14 @@ class WindowPages(LayerPages):
         if rows.prompts.after is not None:
             kernels.place(sources[0], sources[1], self.tails, rows.windows[2], rows.prompts.after)
 
-    def restore(self, table: Tensor, claim: Claim) -> None:
+    def restore(self, table: Tensor, claimed: kernels.Claimed) -> None:
         """Fills the first pages of requests that are new to their slots."""
-        keys, values = self.parts
-        kernels.restore(claim.due, claim.source, claim.slot, self.windows[:2], [table, *keys, *values], self.form)
+        (keys, values), (slot, due, source) = self.parts, claimed.found
+        kernels.restore(due, source, slot, self.windows[:2], [table, *keys, *values], self.form)
 
-    def attend_step(self, query: Tensor, rows: WindowSteps, scaling: float, out: Tensor) -> None:
+    def attend_step(self, query: Tensor, claimed: kernels.Claimed, scaling: float, out: Tensor) -> None:
         """Attention (R, Hq, D) of one token of each request, into (R, Hq, D)."""
-        (keys, values), claimed = self.parts, rows.claimed
+        keys, values = self.parts
         slot, runs = claimed.found[0, : len(query)], [claimed.run, *keys, *values]
         # Queries were there before tokens were stored.
         kernels.decode_attention(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hfkvq import get_scheme
+from hfkvq.caches.store.row_lengths import RowState
 from hfkvq.kernels import use_interpreter
 
 serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
@@ -131,9 +132,13 @@ def test_kernels_take_16_bits_behind_windows_and_step_down(model):
 
 def tokens_of(pages, request, tokens):
     """Keys and values of a request's first pages in each layer, as the model made them: (H, tokens, D)."""
-    table, found = torch.tensor(pages.block_table[request]), []
+    table, slot, found = torch.tensor([pages.block_table[request]], dtype=torch.int32), pages.slots[request], []
+    sink = pages.sizes.sink
     for layer in pages.layer_indices:
-        keys, values = (pages._dense(layer, at, table, tokens) for at in (0, 1))
+        windows = [window[slot : slot + 1] for window in pages._windows[layer]]
+        counters = torch.tensor([[0], [sink + tokens], [tokens], [tokens]], dtype=torch.int32)
+        store = pages._store(layer, table, counters, windows, RowState(sink + tokens, tokens, tokens))
+        keys, values = (store.dense(side, sink + tokens)[:, :, sink:] for side in ("keys", "values"))
         smoothing = pages.smoothing.get(layer)
         found += [keys if smoothing is None else smoothing.raw(keys), values]
     return [x[0].clone() for x in found]
