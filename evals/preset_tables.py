@@ -57,6 +57,6 @@ def request_fields() -> str:
 
     lines = [f"| field | {' | '.join(ENDPOINTS)} |", "|---|---|---|---|"]
     for name, rules in FIELDS.items():
-        cells = ("" if rule is None else rule.allowed or "refused" for rule in rules)
+        cells = ("" if rule is None else rule.allowed for rule in rules)
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)

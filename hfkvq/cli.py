@@ -423,28 +423,6 @@ class WarmDType(str, Enum):
     float16 = "float16"
 
 
-def pick_gpu(name: str) -> int | None:
-    """A compute capability times ten; None for the current GPU.
-
-    Raises:
-        ValueError: no such GPU, or none at all.
-    """
-    import torch
-
-    from hfkvq.kernels.compile import GPUS
-
-    known = ", ".join(f"sm_{number}" for number in GPUS)
-    if name == CURRENT:
-        if not torch.cuda.is_available():
-            raise ValueError(f"gpu: got {name!r}, but there is no GPU here; say which one it is for: {known}.")
-        return None
-    match = re.fullmatch(r"(?:sm_?)?(\d+)", name)
-    number = int(match[1]) if match else 0
-    if number not in GPUS:
-        raise ValueError(f"gpu: got {name!r}, allowed {CURRENT} or {known}.")
-    return number
-
-
 @app.command()
 def warm(
     preset: Annotated[str, typer.Option(help="Presets or preset files (.json), comma-separated.")],
@@ -462,13 +440,19 @@ def warm(
 
     from hfkvq.caches.compile import layers_of, shapes_of, widths_of
     from hfkvq.caches.schemes.preset import get_preset
-    from hfkvq.kernels.compile import compile_layers
+    from hfkvq.kernels.compile import GPUS, compile_layers
     from hfkvq.measure.models import find_model, read_config
 
     names = split(preset)
     if not names:
         fail("preset: got none; give the names of presets, separated by commas (`hfkvq schemes` lists them).")
-    number = pick_gpu(gpu)
+    match, known = re.fullmatch(r"(?:sm_?)?(\d+)", gpu), ", ".join(f"sm_{number}" for number in GPUS)
+    # A compute capability times ten; None for the current GPU.
+    number = int(match[1]) if match else None
+    if gpu != CURRENT and number not in GPUS:
+        raise ValueError(f"gpu: got {gpu!r}, allowed {CURRENT} or {known}.")
+    if gpu == CURRENT and not torch.cuda.is_available():
+        raise ValueError(f"gpu: got {gpu!r}, but there is no GPU here; say which one it is for: {known}.")
     source = find_model(model)
     config = read_config(source)
     shapes = shapes_of(config)
@@ -768,7 +752,9 @@ def tune(
         )
         if search_only:
             return
-        picked = search.conclude(plan, study, limits)
+        study.confirm(plan.held_out, limits=limits)
+        study.refer(search.beside(plan), plan.objective, plan.held_out)
+        picked = study.pick(limits)
     console = make_console()
     console.print(table(study, picked))
     print_notes(console, notes(plan, study, picked))

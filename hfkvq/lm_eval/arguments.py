@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hfkvq.caches import Preset, Scheme, get_preset, list_schemes
+from hfkvq.caches import Preset, get_preset, list_schemes
 from hfkvq.caches.tags.bit_table import BitTable
 
 Truncation = Literal["left", "middle", "refuse"]
@@ -49,13 +49,6 @@ class CacheArguments:
     chunk: int
     truncate: Truncation
 
-    @property
-    def name(self) -> str:
-        """The preset's name; "bf16" for Transformers' own cache, the scheme's name where no preset fits."""
-        if self.preset is None:
-            return "bf16"
-        return self.asked or self.preset.scheme.name
-
 
 def take_arguments(
     scheme: Any,
@@ -86,7 +79,23 @@ def take_arguments(
     chosen = None if scheme is None else get_preset(scheme)
     if chosen is None and layers:
         raise ValueError(f"layers: got {layers!r} with scheme=none; Transformers' own cache has no schemes of layers.")
-    knobs = _take_knobs(None if chosen is None else chosen.scheme, others, frozenset(model_options))
+    own = set() if chosen is None else {field.name for field in dataclasses.fields(chosen.scheme)}
+    owners: dict[str, list[str]] = {}
+    for other in {type(found): found for found in list_schemes().values()}.values():
+        for field in dataclasses.fields(other):
+            owners.setdefault(field.name, []).append(other.name)
+    known, knobs = frozenset(model_options), {}
+    for name in list(others):
+        if name in own:
+            value = others.pop(name)
+            # The command line knows lists but no tuples.
+            knobs[name] = tuple(value) if isinstance(value, list) else value
+        elif name in owners and name not in known:
+            which = "Transformers' own cache has no knobs" if chosen is None else f"not of {chosen.scheme.name!r}"
+            raise ValueError(
+                f"model_args: {name!r} is a knob of {', '.join(map(repr, owners[name]))}, {which}; "
+                "leave it out or choose another scheme."
+            )
     table = None
     if isinstance(knobs.get("table"), str):
         table = BitTable.load(knobs["table"])
@@ -97,27 +106,6 @@ def take_arguments(
         asked = asked if changed == chosen else None
         chosen = changed
     return CacheArguments(chosen, asked, table, ll_chunk, truncate)
-
-
-def _take_knobs(scheme: Scheme | None, others: dict[str, Any], model_options: frozenset[str]) -> dict[str, Any]:
-    own = set() if scheme is None else {field.name for field in dataclasses.fields(scheme)}
-    owners: dict[str, list[str]] = {}
-    for other in {type(found): found for found in list_schemes().values()}.values():
-        for field in dataclasses.fields(other):
-            owners.setdefault(field.name, []).append(other.name)
-    knobs = {}
-    for name in list(others):
-        if name in own:
-            value = others.pop(name)
-            # The command line knows lists but no tuples.
-            knobs[name] = tuple(value) if isinstance(value, list) else value
-        elif name in owners and name not in model_options:
-            which = "Transformers' own cache has no knobs" if scheme is None else f"not of {scheme.name!r}"
-            raise ValueError(
-                f"model_args: {name!r} is a knob of {', '.join(map(repr, owners[name]))}, {which}; "
-                "leave it out or choose another scheme."
-            )
-    return knobs
 
 
 _DEVICES = re.compile(r"(cpu|mps|npu|xpu|hpu)(:\d+)?|cuda(:(?P<number>\d+))?")

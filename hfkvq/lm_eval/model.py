@@ -306,7 +306,11 @@ class HFKVQ(HFLM):
             mine = [i for i, request in enumerate(requests) if (request.task_name or "") == task]
             found |= zip(mine, answer([requests[i] for i in mine], quiet), strict=True)
             if self.rank == 0 and task in self.costs:
-                logger.info("%s: %s", task, _in_words(self.costs[task].figures()))
+                figures = self.costs[task].figures()
+                words = [("{:.2f} total bits", "total_bits"), ("{:.2f} bits of codes", "code_bits")]
+                words += [("largest cache {:,} bytes", "peak_cache_bytes"), ("{:.1f} tokens/s", "tokens_per_second")]
+                known = [form.format(figures[name]) for form, name in words if figures[name] is not None]
+                logger.info("%s: %s", task, ", ".join(known))
         return [found[i] for i in range(len(requests))]
 
     def _cost(self) -> Cost:
@@ -402,10 +406,11 @@ class HFKVQ(HFLM):
         size = override_bs or self.batch_size
         if size == "auto":
             size = self._detect_batch_size(list(requests), 0)
-        cost = self._cost()
+        cost, asked = self._cost(), self.cache_arguments
+        name = "bf16" if asked.preset is None else asked.asked or asked.preset.scheme.name
         quiet = disable_tqdm or override_bs is not None or self.rank != 0
         with (
-            tqdm(total=len(requests), disable=quiet, desc=f"log-likelihood through {self.cache_arguments.name}") as bar,
+            tqdm(total=len(requests), disable=quiet, desc=f"log-likelihood through {name}") as bar,
             torch.autocast(
                 device_type=self.device.type,
                 dtype=self.mixed_precision_dtype,
@@ -554,10 +559,3 @@ def _padded(rows: Sequence[Sequence[int]], pad: int, side: str) -> tuple[Tensor,
         ids[i, at] = torch.tensor(row, dtype=torch.int64, device="cpu")
         mask[i, at] = 1
     return ids, mask
-
-
-def _in_words(figures: dict[str, Any]) -> str:
-    """Figures of `Cost` as a line of the log; what was not measured is left out."""
-    words = [("{:.2f} total bits", "total_bits"), ("{:.2f} bits of codes", "code_bits")]
-    words += [("largest cache {:,} bytes", "peak_cache_bytes"), ("{:.1f} tokens/s", "tokens_per_second")]
-    return ", ".join(form.format(figures[name]) for form, name in words if figures[name] is not None)

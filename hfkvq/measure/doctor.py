@@ -27,7 +27,7 @@ from hfkvq.terminal import duration, print_notes
 from .demo.answers import answer, make_cache, texts
 from .demo.prompts import Batch, Subject, is_right, make_batches
 from .divergence import run as runs
-from .divergence.measurement import Measured, NotNumbers, measure
+from .divergence.measurement import NotNumbers, measure
 from .divergence.windows import cut, find_texts
 from .models import load_model
 from .presets import long_context_bits
@@ -200,36 +200,6 @@ def _answers(subject: Subject, batches: Mapping[str, list[Batch]], preset: Prese
     return found
 
 
-def _ask(subject: Subject, effort: Effort) -> tuple[dict[str, list[Batch]], dict[str, str]]:
-    """Questions of the tasks, and why others are left out."""
-    batches, left_out = {}, {}
-    for task in effort.tasks:
-        try:
-            parts = make_batches(subject, task, effort.samples, effort.batch_size, 0, None)
-        except ValueError:
-            left_out[task] = "longer than the model's positions"
-            continue
-        # Only what begins with the answer is right, so what would come behind it is not asked for.
-        batches[task] = [dataclasses.replace(part, limit=part.limit - 6) for part in parts]
-    return batches, left_out
-
-
-def _diverge(
-    subject: Subject, tokens: Tensor, presets: Mapping[str, Preset], effort: Effort, tell: Callable[[str, float], Any]
-) -> tuple[Measured, dict[str, str]]:
-    """Divergence of presets from `DynamicCache`, and errors of those whose logits are not numbers."""
-    left, broken = dict(presets), {}
-    while True:
-        try:
-            prompt = tokens.shape[1] - effort.scored
-            options = {"prefill": prompt, "batch_size": effort.batch_size, "tokenizer": subject.tokenizer}
-            return measure(subject.model, tokens, left, on_progress=tell, **options), broken
-        except NotNumbers as error:
-            if left.pop(error.cache, None) is None:
-                raise
-            broken[error.cache] = "its logits are not numbers"
-
-
 def examine(
     subject: Subject,
     tokens: Tensor,
@@ -253,8 +223,26 @@ def examine(
     attention = config.get_text_config(decoder=True)._attn_implementation
     compile_ahead(subject.model, presets.values(), tell=lambda what: on_progress(what, 0.0))
     keys = uneven_keys(subject, tokens[0, :512])
-    measured, broken = _diverge(subject, tokens, presets, effort, lambda name, share: on_progress(name, share / 2))
-    batches, left_out = _ask(subject, effort)
+    left, broken, measured = dict(presets), dict[str, str](), None
+    options = {"prefill": tokens.shape[1] - effort.scored, "batch_size": effort.batch_size}
+    options |= {"tokenizer": subject.tokenizer, "on_progress": lambda name, share: on_progress(name, share / 2)}
+    while measured is None:
+        try:
+            measured = measure(subject.model, tokens, left, **options)
+        except NotNumbers as error:
+            if left.pop(error.cache, None) is None:
+                raise
+            broken[error.cache] = "its logits are not numbers"
+    batches: dict[str, list[Batch]] = {}
+    left_out = {}
+    for task in effort.tasks:
+        try:
+            parts = make_batches(subject, task, effort.samples, effort.batch_size, 0, None)
+        except ValueError:
+            left_out[task] = "longer than the model's positions"
+            continue
+        # Only what begins with the answer is right, so what would come behind it is not asked for.
+        batches[task] = [dataclasses.replace(part, limit=part.limit - 6) for part in parts]
     on_progress(f"{BASELINE} tasks", 0.5)
     stock = _answers(subject, batches, None)
     for task, right in stock.items():
@@ -291,8 +279,12 @@ def examine(
             }
         )
     rows.sort(key=lambda row: [*presets, *(refused or {})].index(row["name"]))
+    safe = [row for row in rows if row["verdict"] == SAFE and row["name"] != FLOOR]
     for row in rows:
-        row["take"] = _take(row, rows)
+        # The line to copy: the preset's own, or that of the safe one nearest in bits.
+        near = [row] if row["verdict"] == SAFE else safe
+        best = min(near, key=lambda each: abs(each["bits"] - row.get("bits", 4.0)), default=None)
+        row["take"] = "DynamicCache()" if best is None else python_line(best["name"])
     return {
         "kind": "hfkvq doctor",
         "date": now(),
@@ -309,16 +301,6 @@ def examine(
         "left_out": left_out,
         "rows": rows,
     }
-
-
-def _take(row: Record, rows: Sequence[Record]) -> str:
-    """The line to copy: the preset's own, or that of the safe one nearest in bits."""
-    if row["verdict"] == SAFE:
-        return python_line(row["name"])
-    safe = [each for each in rows if each["verdict"] == SAFE and each["name"] != FLOOR]
-    if not safe:
-        return "DynamicCache()"
-    return python_line(min(safe, key=lambda each: abs(each["bits"] - row.get("bits", 4.0)))["name"])
 
 
 def examine_named(

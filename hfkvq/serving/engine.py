@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -130,19 +130,6 @@ def checked(
     heads, usual = max(1, shape[1] // ranks), usual_tokens(config, tokens)
     Shape(schemes, heads, shape[2], dtype, requests or MOST_SLOTS, usual).checked(size)
     return rungs, size
-
-
-def refusal_of_request(input_ids: Sequence[int], new: int | None, room: int) -> ValueError | None:
-    """Why no engine with blocks for ``room`` tokens could ever answer a request, if it could not."""
-    if not len(input_ids):
-        # A batch without a token would end the engine for everybody.
-        return ValueError("request: got a prompt without tokens, allowed one token or more.")
-    if len(input_ids) + (new or 1) > room:
-        return ValueError(
-            f"request: got {len(input_ids)} tokens and {new} new ones, allowed {room} together, since all blocks hold "
-            "no more; shorten it, or give the engine more num_blocks, or memory."
-        )
-    return None
 
 
 def spread_short_requests(scheduler: Any) -> None:
@@ -291,7 +278,15 @@ class CompressedManager(ContinuousBatchingManager):
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         # One of several ranks takes requests.
         if self.batch_processor is not None and getattr(self, "is_tp_driver", True):
-            error = refusal_of_request(input_ids, new, self.room())
+            error, room = None, self.room()
+            if not len(input_ids):
+                # A batch without a token would end the engine for everybody.
+                error = ValueError("request: got a prompt without tokens, allowed one token or more.")
+            elif len(input_ids) + (new or 1) > room:
+                error = ValueError(
+                    f"request: got {len(input_ids)} tokens and {new} new ones, allowed {room} together, since all "
+                    "blocks hold no more; shorten it, or give the engine more num_blocks, or memory."
+                )
             if error is not None:
                 if request_id is None or not getattr(self._several, "now", False):
                     raise error

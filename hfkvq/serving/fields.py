@@ -41,7 +41,7 @@ class Rule(NamedTuple):
     """Values that a field may have.
 
     Attributes:
-        allowed: in words, for the error and for the table; empty for a field that is refused.
+        allowed: in words, for the error and for the table.
         check: raises `RefusedRequest` for any other value, which is given with the field's name.
     """
 
@@ -78,8 +78,6 @@ def _is_bool(value: Any) -> bool:
 def _refuse(name: str, value: Any) -> None:
     raise RefusedRequest(name, f"got {_short(value)}, which hfkvq serve does not obey; leave it out.")
 
-
-REFUSED = Rule("", _refuse)
 
 _TEXT = _rule("a string", lambda value: isinstance(value, str))
 _OBJECT = _rule("an object", lambda value: isinstance(value, dict))
@@ -242,7 +240,7 @@ _ = None
 FIELDS: dict[str, tuple[Rule | None, ...]] = {
     "model": (_rule("the served model's name", lambda _: True),) * 3,
     "messages": (Rule("messages of text and tool calls", _messages), _, _),
-    "prompt": (_, _rule("a text", lambda value: isinstance(value, str) and value != ""), REFUSED),
+    "prompt": (_, _rule("a text", lambda value: isinstance(value, str) and value != ""), _),
     "input": (_, _, Rule("a text, or items of text and function calls", _input)),
     "instructions": (_, _, _TEXT),
     "max_completion_tokens": (_COUNT, _, _),
@@ -265,12 +263,11 @@ FIELDS: dict[str, tuple[Rule | None, ...]] = {
     "n": (_only(1), _only(1), _),
     "best_of": (_, _only(1), _),
     "echo": (_, _only(False), _),
-    "suffix": (_, REFUSED, _),
     "frequency_penalty": (_PENALTY, _PENALTY, _),
     "presence_penalty": (_PENALTY, _PENALTY, _),
     "logit_bias": (_NONE, _NONE, _),
-    "logprobs": (_only(False), REFUSED, _),
-    "top_logprobs": (REFUSED, _, _only(0)),
+    "logprobs": (_only(False), _, _),
+    "top_logprobs": (_, _, _only(0)),
     "response_format": (_only({"type": "text"}), _, _),
     "text": (_, _, _only({"format": {"type": "text"}}, {})),
     "modalities": (_only(["text"]), _, _),
@@ -281,24 +278,8 @@ FIELDS: dict[str, tuple[Rule | None, ...]] = {
     "background": (_, _, _only(False)),
     "include": (_, _, _only([])),
     "prompt_cache_retention": (_only("in_memory"), _, _only("in_memory")),
-    **{
-        name: (REFUSED, _, _)
-        for name in (
-            *("audio", "function_call", "functions", "prediction", "reasoning_effort", "verbosity"),
-            "web_search_options",
-        )
-    },
-    **{
-        name: (_, _, REFUSED)
-        for name in (
-            *("access_programs", "background_options", "context_management", "conversation", "image"),
-            *("max_tool_calls", "previous_response_id", "reasoning"),
-        )
-    },
-    "moderation": (REFUSED, _, REFUSED),
-    "prompt_cache_options": (REFUSED, _, REFUSED),
 }
-"""Rules of every field for `ENDPOINTS`; None where an endpoint has no such field."""
+"""Rules of fields for `ENDPOINTS`; None where an endpoint has no such field, or it is not obeyed."""
 
 
 def check(endpoint: str, body: dict[str, Any], model: str) -> None:
@@ -314,12 +295,12 @@ def check(endpoint: str, body: dict[str, Any], model: str) -> None:
     """
     at, prompt = ENDPOINTS.index(endpoint), PROMPTS[endpoint]
     for name, value in list(body.items()):
-        rule = FIELDS.get(name, (None,) * 3)[at]
-        if rule is None:
-            raise RefusedRequest(name, f"{endpoint} have no such field; leave it out.")
         if value is None:
             del body[name]
             continue
+        rule = FIELDS.get(name, (None,) * 3)[at]
+        if rule is None:
+            raise RefusedRequest(name, f"got {_short(value)}, which hfkvq serve does not obey; leave it out.")
         try:
             # No tokenizer takes halves of surrogate pairs.
             json.dumps(value, ensure_ascii=False).encode("utf-8")

@@ -265,13 +265,20 @@ class LadderPages(WindowedPages):
             found, name = store(state, new, dry_run), state.request_id
             # Warm-up asks for all blocks, in the name of no request.
             known = not dry_run and (name in scheduler.active_requests or name in scheduler.waiting_requests)
-            while not found and known and self._helps(name) and self.step_down():
+            # A step down can help a request that does not fit if it has a slot, or the next rung has more.
+            while not found and known:
+                more = self.stages[min(self.rung + 1, len(self.stages) - 1)].slots > self.stages[self.rung].slots
+                if not (more or self._free or name in self.slots) or not self.step_down():
+                    break
                 found = store(state, new)
             return found
 
         def meet_or_step_down() -> bool:
             if self.rung and not self.block_table and not self.slots:
-                self.start_over()
+                # No request has a block or a slot: the next ones begin with 16 bits again.
+                with self._between_batches():
+                    self._bytes.zero_()
+                    self._stand_on(0)
             found = meets()
             active = scheduler.active_requests.values()
             waits = scheduler.waiting_requests and len(active) < scheduler.max_requests_per_batch
@@ -283,11 +290,6 @@ class LadderPages(WindowedPages):
 
         cache.can_store_request_tokens = store_or_step_down
         scheduler._try_to_meet_safety_margin = meet_or_step_down
-
-    def _helps(self, request_id: str) -> bool:
-        """True if a step down can help a request that does not fit: it has a slot, or the next rung has more."""
-        more = self.stages[min(self.rung + 1, len(self.stages) - 1)].slots > self.stages[self.rung].slots
-        return more or bool(self._free) or request_id in self.slots
 
     @contextmanager
     def _between_batches(self) -> Iterator[None]:
@@ -310,12 +312,6 @@ class LadderPages(WindowedPages):
             "memory: %.2f bits per element now, blocks for %d tokens and windows for %d requests.",
             self.bits, self.num_blocks * self.tokens_per_page, self.stages[self.rung].slots,
         )  # fmt: skip
-
-    def start_over(self) -> None:
-        """Begins with 16 bits again, while no request has a block or a slot."""
-        with self._between_batches():
-            self._bytes.zero_()
-            self._stand_on(0)
 
     def step_down(self) -> bool:
         """Takes the pages of all requests a rung down; False on the last one, and where the device has no memory."""
@@ -360,19 +356,15 @@ class LadderPages(WindowedPages):
                         as_bytes(mine)[ids] = as_bytes(part)
                     continue
                 tokens = saturated(kernels.dequantize_pages(parts, fmt, side, self.head_dim), self.cache_dtype)
-                self._write(layer, at, ids, tokens if change is None else change(tokens))
-
-    def _write(self, layer: int, at: int, ids: Tensor, tokens: Tensor) -> None:
-        """Seals tokens (N, H, G, D), in the basis of the pages, as whole pages of blocks ``ids`` (i64 (N,))."""
-        count, page = len(ids), self.tokens_per_page
-        none = torch.zeros(count, dtype=torch.int32, device=ids.device)
-        index = torch.arange(page, dtype=torch.int32, device=ids.device).expand(count, -1).contiguous()
-        weights = None if at else self._queries.get(layer)
-        write_pages(
-            (self._parts[layer][at], ids[:, None].to(torch.int32), none, none + page), self.forms[layer].runs[0][at],
-            SIDES[at], tokens, index, self.layouts[layer], self._scheme_of[layer],
-            None if weights is None else weights.expand(count, -1, -1).contiguous(),
-        )  # fmt: skip
+                count, page = len(ids), self.tokens_per_page
+                none = torch.zeros(count, dtype=torch.int32, device=device)
+                index = torch.arange(page, dtype=torch.int32, device=device).expand(count, -1).contiguous()
+                weights = None if at else self._queries.get(layer)
+                write_pages(
+                    (self._parts[layer][at], ids[:, None].to(torch.int32), none, none + page), new, side,
+                    tokens if change is None else change(tokens), index, layouts[1], self._scheme_of[layer],
+                    None if weights is None else weights.expand(count, -1, -1).contiguous(),
+                )  # fmt: skip
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, given: dict[str, Any]

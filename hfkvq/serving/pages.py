@@ -403,16 +403,23 @@ class CompressedPages(FullAttentionCacheAllocator):
         starts, news, pasts, blocks = columns.first, columns.new, columns.held, columns.blocks
         # Answers of `get_read_indices` for all requests: the engine hands them on if any has tokens already.
         read = given["read_index"][self.index]
-        numbers = read if read.numel() else given["write_index"][self.index]
+        listed = read if read.numel() else given["write_index"][self.index]
         # Few widths, each of which has plans of its own.
-        table, slot = self._found(columns.table(numbers, 1 << (max(blocks) - 1).bit_length()))
+        table, slot = self._found(columns.table(listed, 1 << (max(blocks) - 1).bit_length()))
         first = [row for row, past in enumerate(pasts) if not past]
         alone = [row for row, (past, new) in enumerate(zip(pasts, news, strict=True)) if past and new == 1]
         later = [row for row, (past, new) in enumerate(zip(pasts, news, strict=True)) if past and new > 1]
         again = self._begin_anew(slot[first + later], 0)[len(first) :] if self.observes else slot[later]
         own = [slice(start, start + new) for start, new in zip(starts, news, strict=True)]
         if first:
-            self._first = self._first_of([own[row] for row in first], slot[first], table[first])
+            mine, counts = tuple([own[row] for row in first]), [news[row] for row in first]
+            kept = [
+                tokens - self.sizes.sink - sealed if (sealed := self.sealed(tokens, 0)) else tokens for tokens in counts
+            ]
+            left = tuple([slice(each.stop - count, each.stop) for each, count in zip(mine, kept, strict=True)])
+            numbers = torch.tensor([counts, kept], dtype=torch.int32, device="cpu").to(device)
+            rows = Ragged([each.start for each in mine], counts, device)
+            self._first = FirstPrompts(mine, slot[first].long(), table[first], rows, left, numbers)
         places = slot.tolist() if later else []
         had = torch.tensor(
             [[0, x, self.sealed(x, 0), self.sealed(x, 1)] for x in pasts], dtype=torch.int32, device="cpu"
@@ -433,17 +440,6 @@ class CompressedPages(FullAttentionCacheAllocator):
     def _found(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Blocks of each request and its windows, of numbers that `get_read_indices` gave the engine, (R, N)."""
         return self._parted(numbers.to(torch.int32))
-
-    def _first_of(self, own: list[slice], slot: Tensor, table: Tensor) -> FirstPrompts:
-        """Requests whose tokens, slots and blocks these are."""
-        counts: list[list[int]] = [[each.stop - each.start for each in own], []]
-        for tokens in counts[0]:
-            sealed = self.sealed(tokens, 0)
-            counts[1].append(tokens - self.sizes.sink - sealed if sealed else tokens)
-        left = tuple([slice(each.stop - count, each.stop) for each, count in zip(own, counts[1], strict=True)])
-        numbers = torch.tensor(counts, dtype=torch.int32, device="cpu").to(table.device)
-        rows = Ragged([each.start for each in own], counts[0], table.device)
-        return FirstPrompts(tuple(own), slot.long(), table, rows, left, numbers)
 
     def _take_step(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, steps: Steps, arguments: AttentionArguments

@@ -178,19 +178,8 @@ def run(plan: Plan, on_progress: Callable[[int, str], Any], name: str | None = N
     )
 
 
-def conclude(plan: Plan, study: TuningStudy, limits: Mapping[Any, float], confirm: int = 5) -> Point:
-    """Confirms the best points, measures the published presets beside them, and picks one.
-
-    Raises:
-        ValueError: see `TuningStudy.pick`.
-    """
-    study.confirm(plan.held_out, confirm, limits)
-    study.refer(_published(plan), plan.objective, plan.held_out)
-    return study.pick(limits)
-
-
-def _published(plan: Plan) -> dict[str, Preset]:
-    """Presets of the same scheme, one for each that differs, fitted as the trials are."""
+def beside(plan: Plan) -> dict[str, Preset]:
+    """Presets of the same scheme, one for each that differs, fitted as the trials are: to compare a search with."""
     found: dict[Any, str] = {}
     for name, scheme in list_schemes().items():
         if type(scheme) is type(plan.preset.scheme):

@@ -119,10 +119,7 @@ class PagesSpec(FullAttentionSpec):
         """Bytes of a block."""
         return self.page_bytes
 
-    @property
-    def real_page_size_bytes(self) -> int:
-        """The same."""
-        return self.page_bytes
+    real_page_size_bytes = page_size_bytes
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:

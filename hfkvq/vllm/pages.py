@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor
 from hfkvq import kernels
 from hfkvq.caches import Scheme
 from hfkvq.kernels.hadamard import hadamard
+from hfkvq.kernels.norms import BALANCE, Balance
 from hfkvq.kernels.pages import SIDES, StoreFormat
 
 PAGE = 128
@@ -259,6 +260,9 @@ class LayerPages:
         tails: keys and values (R, H, `TAIL`, D) of the newest token of each row of a step; layers may share them.
     """
 
+    rule = ""
+    balance: Sequence[Balance] = (BALANCE, BALANCE)
+
     def __init__(
         self, form: StoreFormat, heads: int, head_dim: int, data: Tensor, tails: tuple[Tensor, Tensor]
     ) -> None:
@@ -297,7 +301,7 @@ class LayerPages:
         """Stores the new tokens (n, H, D) of requests, one after another, quantized in their blocks."""
         count = len(rows.writes.new)
         sources = [x.transpose(0, 1).expand(count, -1, -1, -1) for x in self._rotated(key, value)]
-        self._seal(*rows.writes, sources)
+        self._seal(rows.writes, sources)
 
     def _rotated(self, key: Tensor, value: Tensor) -> list[Tensor]:
         """Keys and values (n, H, D) in the basis of the store."""
@@ -321,19 +325,19 @@ class LayerPages:
             own = call.tokens
             keys, values = key[own], value[own]
             if call.all_tokens:
-                keys, values = self._joined(key, value, rows, call)
+                # What is held, dequantized, then the new ones.
+                run = [rows.table, *self.parts[0], *self.parts[1]]
+                given = call.units, rows.requests, run, self._held(), call.all_tokens, self.form
+                keys, values = kernels.gather_requests(key, value, *given)
             attend(query[own], keys, values, call, scaling, out[own])
-
-    def _joined(self, key: Tensor, value: Tensor, rows: Prompts, call: Call) -> tuple[Tensor, Tensor]:
-        """Keys and values (m, H, D) of a call's requests: what is held, dequantized, then the new ones of (n, H, D)."""
-        (keys, values), given = self.parts, (call.units, rows.requests)
-        run = [rows.table, *keys, *values]
-        return kernels.gather_requests(key, value, *given, run, self._held(), call.all_tokens, self.form)
 
     def _held(self) -> Sequence[Tensor]:
         """Windows of the requests of a batch, as `kernels.gather_requests` wants them."""
         return ()
 
-    def _seal(self, table: Tensor, past: Tensor, new: Tensor, columns: Tensor, sources: Sequence[Any]) -> None:
+    def _seal(self, writes: Writes, sources: Sequence[Tensor], weight: Tensor | None = None) -> None:
+        """Seals tokens (P, H, L, D) of both sides; ``weight``: f32 (P, H, D), by which channels of keys are raised."""
+        table, past, new, columns = writes
         for at, parts in enumerate(self.parts):
-            kernels.seal_side(parts, table, past, new, sources[at], columns, self.form.runs[0][at], SIDES[at])
+            rest = self.form.runs[0][at], SIDES[at], self.rule, (weight, None)[at], self.balance[at]
+            kernels.seal_side(parts, table, past, new, sources[at], columns, *rest)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hfkvq import kernels
 from hfkvq.kernels.norms import Balance
-from hfkvq.kernels.pages import SIDES, StoreFormat
+from hfkvq.kernels.pages import StoreFormat
 from hfkvq.kernels.step.buffer import side_by_side
 
 from .pages import PAGE, LayerPages, Prompts, Writes, sent
@@ -215,11 +215,11 @@ class WindowPages(LayerPages):
         if count:
             given = [source.transpose(0, 1).expand(count, -1, -1, -1) for source in sources]
             own = None if weight is None else weight[:count]
-            self._seal_whole(full.table, full.past, full.new, given, full.columns, own)
+            self._seal(full, given, own)
         if len(opened.new):
             given = [side_by_side(window, len(opened.new)) for window in self.tails]
             own = None if weight is None else weight[count:]
-            self._seal_whole(opened.table, opened.past, opened.new, given, rows.columns, own)
+            self._seal(opened._replace(columns=rows.columns), given, own)
 
     def finish_prompts(self) -> None:
         """Keeps tokens of pages that are begun, when all requests of a batch have attended."""
@@ -246,17 +246,3 @@ class WindowPages(LayerPages):
     def _held(self) -> Sequence[Tensor]:
         assert self._batch is not None
         return self._batch[0].windows[:2], *self.tails
-
-    def _seal_whole(
-        self,
-        table: Tensor,
-        start: Tensor,
-        full: Tensor,
-        sources: Sequence[Tensor],
-        columns: Tensor,
-        weight: Tensor | None,
-    ) -> None:
-        for at, parts in enumerate(self.parts):
-            fmt, side, query = self.form.runs[0][at], SIDES[at], (weight, None)[at]
-            rest = fmt, side, self.rule, query, self.balance[at]
-            kernels.seal_side(parts, table, start, full, sources[at], columns, *rest)

@@ -13,7 +13,6 @@ from evals import compare, real
 from evals.real import pack, task_record, unpack
 from evals.tasks.common import Task as LmEvalTask
 from evals.vllm_gsm8k import Task, against, task_file
-from evals.vllm_peer import parse_sizes
 from evals.vllm_plugin import RUNS, TOKENS, agreement, failures
 
 
@@ -31,26 +30,6 @@ def test_what_is_there_is_not_run_again(tmp_path):
     with pytest.raises(ValueError, match="choose another --out"):
         real.is_done(tmp_path, job, {**settings, "limit": 3})
     assert not list(tmp_path.glob("*.part"))
-
-
-def test_missing_data_are_told_before_work_begins(tmp_path, monkeypatch):
-    monkeypatch.delenv("HFKVQ_DATA", raising=False)
-    real.check_data(["kld8k", "gsm8k", "longbench"], None)
-    with pytest.raises(ValueError, match=r"no folder is named, which must have ruler/niah_multikey_3_4096.jsonl"):
-        real.check_data(["ruler4k"], None)
-    with pytest.raises(ValueError, match=r"must have gsm8k/train.jsonl \(gsm8k\), gsm8k/test.jsonl"):
-        real.check_data(["kld8k", "gsm8k", "gsm8k"], str(tmp_path))
-    (tmp_path / "gsm8k").mkdir()
-    (tmp_path / "gsm8k" / "train.jsonl").touch()
-    (tmp_path / "gsm8k" / "test.jsonl.gz").touch()
-    real.check_data(["gsm8k"], str(tmp_path))
-    monkeypatch.setenv("HFKVQ_DATA", str(tmp_path))
-    with pytest.raises(ValueError, match=r"math/math500.jsonl"):
-        real.check_data(["gsm8k", "math500"], None)
-    monkeypatch.setattr("sys.argv", ["real.py", "--model", "reference", "--out", str(tmp_path / "out")])
-    with pytest.raises(SystemExit, match=r"data: .* humaneval/HumanEval.jsonl \(humaneval\)"):
-        real.main()
-    assert not (tmp_path / "out" / "logs").exists()
 
 
 def test_values_of_questions():
@@ -187,13 +166,6 @@ def test_answers_are_compared_with_those_of_another_run():
     assert against([True, False, True], [True, True, False, True]) == {"lost": 1, "gained": 1}
     with pytest.raises(ValueError, match="got 1 answers, allowed 2"):
         against([True, False], [True])
-
-
-def test_sizes_have_their_own_numbers_of_new_tokens():
-    assert parse_sizes("1x1k,96x8k:128", 256) == [(1, 1024, 256), (96, 8192, 128)]
-    assert parse_sizes("", 256) == []
-    with pytest.raises(ValueError, match="sizes: got 'x'"):
-        parse_sizes("1xx", 256)
 
 
 def test_agreement_counts_until_the_first_other_token():

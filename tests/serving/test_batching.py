@@ -210,21 +210,6 @@ def check_alike(own, name, inputs, found):
         assert (graphs == other)[:, :40].float().mean() > 0.7
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_graphs_of_the_engine(scheme):
-    """Steps recorded by the engine, without its graphs, among prompts, and of plain `generate`: alike in bf16."""
-    own = llama(512, 2, 4, 128, 4096).to("cuda", torch.bfloat16)
-    inputs = prompts(300, 20, 130, 1000, 1)
-    found = []
-    with serving.enable(own, scheme):
-        # Graphs are of eight rows, and sums are split by rows: so is the batch without them, filled up by a repeat.
-        for given in ({}, {"use_cuda_graph": False}, {"max_blocks_per_request": 0}):
-            asked = settings(num_blocks=64, max_batch_tokens=4096, **given)
-            found.append(together(own, inputs + inputs[:3], asked, max_new_tokens=40)[: len(inputs)])
-    check_alike(own, scheme, inputs, found)
-
-
 def test_pages_and_windows_take_the_bytes_asked_for(model, caplog):
     """`num_blocks` says how many bytes there are, in the engine's own blocks of 256 tokens, whatever they hold."""
     with caplog.at_level(logging.INFO, "hfkvq"):
@@ -491,8 +476,8 @@ def test_several_sequences_of_a_request(model, slots):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", SMALL)
-def test_graphs_with_windows(name):
+@pytest.mark.parametrize("name", [*SCHEMES, *SMALL])
+def test_graphs_of_the_engine(name):
     """Steps recorded by the engine, without its graphs, among prompts, and of plain `generate`: alike in bf16."""
     own = llama(512, 4, 4, 128, 4096).to("cuda", torch.bfloat16)
     inputs, new = prompts(300, 20, 130, 1000, 1), 300
@@ -504,11 +489,11 @@ def test_graphs_with_windows(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["kitty-pro", "best-3.4", "kvarn"])
+@pytest.mark.parametrize("name", ["saw-int4", "kitty-pro", "best-3.4", "kvarn"])
 def test_steps_on_a_gpu_ask_the_host_nothing(name, monkeypatch):
     """Steps of tokens alone, without a graph: nothing waits for the device."""
     own = llama(256, 2, 2, 128, 2048).to("cuda", torch.bfloat16)
-    real, seen = serving.windows.WindowedPages.attend, []
+    real, seen = serving.pages.CompressedPages.attend, []
 
     def watched(pages, *args):
         if args[-1]["block_table"] is None:
@@ -522,7 +507,7 @@ def test_steps_on_a_gpu_ask_the_host_nothing(name, monkeypatch):
             torch.cuda.set_sync_debug_mode(before)
             seen.append(1)
 
-    monkeypatch.setattr(serving.windows.WindowedPages, "attend", watched)
+    monkeypatch.setattr(serving.pages.CompressedPages, "attend", watched)
     serve(own, name, prompts(300, 20), 300, num_blocks=32, max_batch_tokens=1024, use_cuda_graph=False)
     assert len(seen) > 400
 

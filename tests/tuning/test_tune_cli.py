@@ -221,7 +221,7 @@ def test_a_search_over_thresholds_has_a_trade_off(model, tokens, tmp_path):
 
 def test_the_command(tmp_path, monkeypatch):
     # A room for each of the paper's pairs takes its time.
-    monkeypatch.setattr("hfkvq.tuning.search._published", lambda plan: {})
+    monkeypatch.setattr("hfkvq.tuning.search.beside", lambda plan: {})
     monkeypatch.setattr("hfkvq.tuning.search.load_model", lambda *given: first_layers(load_model(*given), 2))
     out = tmp_path / "mine.json"
     done = invoke(

@@ -108,7 +108,11 @@ def run_demo(
         if on_progress is not None:
             on_progress(name, task, done / total)
 
-    counts = _kl_rows(batches, settings.kl_tokens)
+    # Rows of each batch whose divergence is measured: until each task has so many positions, about.
+    left, counts = dict.fromkeys(tasks, settings.kl_tokens), list[int]()
+    for batch in batches:
+        counts.append(min(len(batch.ids), -(-max(left[batch.task], 0) // batch.limit)))
+        left[batch.task] -= counts[-1] * batch.limit
     compile_ahead(model, map(get_preset, own.values()), tell=tell)
     expected: list[tuple[Written, torch.Tensor | None]] = []
     rows: list[Record] = []
@@ -203,16 +207,6 @@ class _Score:
             "kl_mean": float(kl.mean()) if len(kl) else None,
             "kl_positions": len(kl),
         }
-
-
-def _kl_rows(batches: Sequence[Batch], tokens: int) -> list[int]:
-    """Rows of each batch whose divergence is measured: until each task has so many positions, about."""
-    left = {batch.task: tokens for batch in batches}
-    counts = []
-    for batch in batches:
-        counts.append(min(len(batch.ids), -(-max(left[batch.task], 0) // batch.limit)))
-        left[batch.task] -= counts[-1] * batch.limit
-    return counts
 
 
 def _percent(share: float | None) -> str:

@@ -189,16 +189,6 @@ def _predictions(model: Any, tokens: Tensor, cache: Cache, prefill: int, chunk: 
         yield logits
 
 
-def _explained(found: Iterator[Tensor], name: str) -> Iterator[Tensor]:
-    """Logits of a cache of others; its own errors become a ValueError that names it."""
-    try:
-        yield from found
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise ValueError(f"schemes: {name} failed in its own package: {error}.") from error
-
-
 def _maker(model: Any, preset: Preset | OtherCache, tokenizer: Any, tokens: Tensor) -> Callable[[], Cache]:
     if isinstance(preset, OtherCache):
         return preset.prepare(model, tokenizer, tokens)
@@ -355,18 +345,21 @@ def measure(
     finished = 0
 
     def run(cache: Cache, batch: Tensor, name: str) -> Iterator[Tensor]:
-        found = _predictions(model, batch, cache, prefill, chunk)
-        if isinstance(chosen.get(name), OtherCache):
-            found = _explained(found, name)
-        for number, logits in enumerate(found):
-            if bool(logits.isnan().any()):
-                at = prefill + number * chunk
-                raise NotNumbers(
-                    f"model: its logits with {name} are not numbers, at a token from {at} on; use another --dtype "
-                    "(bfloat16 or float32 in place of float16), or another scheme.",
-                    name,
-                )
-            yield logits.flatten(0, 1)
+        at = prefill
+        try:
+            for logits in _predictions(model, batch, cache, prefill, chunk):
+                if bool(logits.isnan().any()):
+                    raise NotNumbers(
+                        f"model: its logits with {name} are not numbers, at a token from {at} on; use another --dtype "
+                        "(bfloat16 or float32 in place of float16), or another scheme.",
+                        name,
+                    )
+                yield logits.flatten(0, 1)
+                at += chunk
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or not isinstance(chosen.get(name), OtherCache):
+                raise
+            raise ValueError(f"schemes: {name} failed in its own package: {error}.") from error
 
     def tell(name: str) -> None:
         if on_progress is not None:

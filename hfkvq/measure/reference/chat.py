@@ -110,11 +110,6 @@ WORDS = tuple((head + tail).lower() for head in _HEADS.split() for tail in _TAIL
 """Nouns that mean nothing."""
 
 
-def _held_out(name: str) -> bool:
-    """Tell whether a full name belongs to the evaluation split; one in eight does."""
-    return crc32(name.encode()) % 8 == 0
-
-
 def draw_people(rng: random.Random, count: int, split: Split) -> list[str]:
     """Different full names, all of the split's part of them."""
     held_out = split == "eval"
@@ -122,7 +117,8 @@ def draw_people(rng: random.Random, count: int, split: Split) -> list[str]:
     found: dict[str, None] = {}
     while len(found) < count:
         name = f"{_FIRST[int(draw() * len(_FIRST))]} {_LAST[int(draw() * len(_LAST))]}"
-        if _held_out(name) == held_out:
+        # One in eight belongs to the evaluation split.
+        if (crc32(name.encode()) % 8 == 0) == held_out:
             found[name] = None
     return list(found)
 

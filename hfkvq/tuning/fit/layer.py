@@ -143,7 +143,12 @@ class _Kind:
     def steps(self, layer: KVLayer, come: Arrival) -> Iterator[None]:
         """Feeds generated tokens; yields at each moment when the layer may be fullest."""
         left, trims = come.generated, 0
-        while left and (trims < 3 or not _is_widest(layer)):
+        while left:
+            if trims > 2:
+                widest = None if layer.buffer is None else make_plan(layer, 1 << 30, None, layer.eviction, 1)
+                # The buffer has as many pages as it will have however many tokens come.
+                if widest is None or layer.buffer.plan is None or widest.blocks == layer.buffer.plan.blocks:
+                    break
             count = left
             if layer.buffer is not None and come.headroom is not None:
                 if layer.seen == layer.buffer.room or not layer.buffer.room:
@@ -191,14 +196,6 @@ class _Kind:
             for notes, count in zip(layer.eviction.notes(), (batch, rows), strict=True):
                 held += count * sum(x.nbytes for x in notes)
         return held + batch * _notes(self.scheme, heads, self.key_dim)
-
-
-def _is_widest(layer: KVLayer) -> bool:
-    """True if a layer's buffer has as many pages as it will have however many tokens come."""
-    if layer.buffer is None or layer.buffer.plan is None:
-        return True
-    widest = make_plan(layer, 1 << 30, None, layer.eviction, 1)
-    return widest is None or widest.blocks == layer.buffer.plan.blocks
 
 
 @lru_cache(maxsize=256)
