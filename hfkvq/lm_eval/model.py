@@ -32,7 +32,7 @@ from hfkvq.measure.divergence.measurement import read_memory
 from hfkvq.measure.models import find_model
 from hfkvq.measure.records import clock
 
-from .arguments import check_loading, check_options, take_arguments
+from .arguments import CacheArguments, check_loading, check_options, take_arguments
 
 # Within lm-eval's tree of loggers, whose command line shows that tree alone.
 logger = logging.getLogger("lm_eval.models.hf_kvq")
@@ -185,10 +185,10 @@ class HFKVQ(HFLM):
         self._task = ""
         if not isinstance(pretrained, str):
             unknown = {name: value for name, value in others.items() if name not in _MODEL_OPTIONS}
-            check_loading(unknown, pretrained.config, self.cache_arguments.preset)
-            self._check_heads(pretrained.config)
+            self._check(unknown, pretrained.config)
         super().__init__(find_model(pretrained).path if isinstance(pretrained, str) else pretrained, **others)
-        self._check_table()
+        if self.cache_arguments.table is not None:
+            self.cache_arguments.table.check(self._subject.config, self.tokenizer)
 
     def _get_config(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
         """Reads the config; whatever is wrong with it is a ValueError that names the argument."""
@@ -221,17 +221,15 @@ class HFKVQ(HFLM):
         """Checks what can be checked with the config alone, then loads the model."""
         named = inspect.signature(HFLM._create_model).parameters
         unknown = {name: value for name, value in kwargs.items() if name not in named}
-        check_loading(unknown, self.config, self.cache_arguments.preset)
-        self._check_heads(self.config)
+        self._check(unknown, self.config)
         super()._create_model(pretrained, *args, **kwargs)
 
-    def _check_heads(self, config: Any) -> None:
-        if self.cache_arguments.preset is not None:
-            MixedKVCache(config, self.cache_arguments.preset, attach=False)
-
-    def _check_table(self) -> None:
-        if self.cache_arguments.table is not None:
-            self.cache_arguments.table.check(self._subject.config, self.tokenizer)
+    def _check(self, unknown: dict[str, Any], config: Any, given: CacheArguments | None = None) -> None:
+        """Refuses arguments that nobody knows, and a scheme that cannot hold a model's heads."""
+        preset = (given or self.cache_arguments).preset
+        check_loading(unknown, config, preset)
+        if preset is not None:
+            MixedKVCache(config, preset, attach=False)
 
     def use(self, scheme: Any, layers: Any = None, **knobs: Any) -> None:
         """Sets another scheme for the requests that follow, with the model as it is loaded; costs begin anew.
@@ -241,15 +239,10 @@ class HFKVQ(HFLM):
         """
         old, others = self.cache_arguments, dict(knobs)
         new = take_arguments(scheme, layers, old.chunk, old.truncate, others, ())
-        check_loading(others, self._subject.config, new.preset)
-        self.cache_arguments = new
-        try:
-            self._check_heads(self._subject.config)
-            self._check_table()
-        except ValueError:
-            self.cache_arguments = old
-            raise
-        self.costs = {}
+        self._check(others, self._subject.config, new)
+        if new.table is not None:
+            new.table.check(self._subject.config, self.tokenizer)
+        self.cache_arguments, self.costs = new, {}
 
     @property
     def _subject(self) -> Any:

@@ -112,12 +112,10 @@ def judge(
         evicts: whether tokens are forgotten: never safe, since what is asked later is not known here.
     """
     found = [(1, "it evicts: what does not fit its budget is lost")] if evicts else []
-    if kld > SAFE_KLD:
-        words = f"unsafe is above {UNSAFE_KLD:g}" if kld > UNSAFE_KLD else f"safe is up to {SAFE_KLD:g}"
-        found.append((1 + (kld > UNSAFE_KLD), f"mean KLD {kld:.3g}, {words}"))
-    if tail > SAFE_TAIL:
-        words = f"unsafe is above {UNSAFE_TAIL:g}" if tail > UNSAFE_TAIL else f"safe is up to {SAFE_TAIL:g}"
-        found.append((1 + (tail > UNSAFE_TAIL), f"99.9 % KLD {tail:.3g}, {words}"))
+    for name, nats, safe, unsafe in (("mean", kld, SAFE_KLD, UNSAFE_KLD), ("99.9 %", tail, SAFE_TAIL, UNSAFE_TAIL)):
+        if nats > safe:
+            words = f"unsafe is above {unsafe:g}" if nats > unsafe else f"safe is up to {safe:g}"
+            found.append((1 + (nats > unsafe), f"{name} KLD {nats:.3g}, {words}"))
     if top1 < SAFE_TOP1:
         words = f"unsafe is below {UNSAFE_TOP1:.0%}" if top1 < UNSAFE_TOP1 else f"safe is from {SAFE_TOP1:.0%} on"
         found.append((1 + (top1 < UNSAFE_TOP1), f"top-1 {top1:.1%}, {words}"))
@@ -224,7 +222,7 @@ def examine(
     compile_ahead(subject.model, presets.values(), tell=lambda what: on_progress(what, 0.0))
     keys = uneven_keys(subject, tokens[0, :512])
     left, broken, measured = dict(presets), dict[str, str](), None
-    options = {"prefill": tokens.shape[1] - effort.scored, "batch_size": effort.batch_size}
+    options: dict[str, Any] = {"prefill": tokens.shape[1] - effort.scored, "batch_size": effort.batch_size}
     options |= {"tokenizer": subject.tokenizer, "on_progress": lambda name, share: on_progress(name, share / 2)}
     while measured is None:
         try:

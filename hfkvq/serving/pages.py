@@ -217,6 +217,8 @@ class CompressedPages(FullAttentionCacheAllocator):
         self._parts: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._windows: dict[int, list[Tensor]] = {}
         self._sums: dict[int, list[Tensor]] = {}
+        # Whether the last step of a slot has sealed keys: i32.
+        self._again = torch.empty(0, dtype=torch.int32, device="cpu")
         self._steps: Steps | None = None
         self._prompts: list[Prompt] = []
         self._first: FirstPrompts | None = None
@@ -446,9 +448,9 @@ class CompressedPages(FullAttentionCacheAllocator):
     ) -> Tensor:
         """A step of requests, (R, Hq, 1, D): their tokens join the tails, attend, and what is due is sealed."""
         (keys, values), windows, sums = self._parts[layer], self._windows[layer], self._sums[layer]
-        plan = self._plans.get((layer, *steps.table.shape))
+        rows, blocks = steps.table.shape
+        plan = self._plans.get((layer, rows, blocks))
         if plan is None:
-            rows, blocks = steps.table.shape
             shape = rows, self.num_key_value_heads, self.head_dim, self.head_dim, str(self.cache_dtype)
             own = self._scheme_of[layer], self.layouts[layer]
             plan = plan_of_layout(*own, shape, (blocks,), tail_slots(self.sizes), 0)

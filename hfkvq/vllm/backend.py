@@ -272,7 +272,12 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self._heads, head_size = kv_cache_spec.num_kv_heads, kv_cache_spec.head_size
         scheme = schemes_of(vllm_config)[layer_number(layer_names[0])]
         self._slots, self._tails, self._bounds = None, None, None
-        self._compile(scheme, self._heads, head_size, vllm_config, device)
+        if device.type == "cuda":
+            # What prompts launch is compiled now, so that the first requests need not wait for it.
+            form, rule, asked, balances = form_of(scheme, head_size)
+            own, slots = vllm_config.model_config, vllm_config.scheduler_config.max_num_seqs
+            sizes = own.get_num_attention_heads(vllm_config.parallel_config), self._heads, head_size
+            compile_prompts(form, sizes, own.dtype, device, rule, bool(asked), balances, slots)
         if scheme.layout(head_size, head_size).windowed:
             self._slots = Slots(vllm_config.scheduler_config.max_num_seqs, device)
             return
@@ -283,16 +288,6 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         shape, dtype = (rows, self._heads, TAIL, head_size), vllm_config.model_config.dtype
         self._bounds = Steps.bounds(device)
         self._tails = (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-
-    @staticmethod
-    def _compile(scheme: Scheme, heads: int, head_size: int, config: Any, device: torch.device) -> None:
-        """Compiles what prompts launch, so that the first requests need not wait for it."""
-        if device.type != "cuda":
-            return
-        form, rule, asked, balances = form_of(scheme, head_size)
-        sizes = config.model_config.get_num_attention_heads(config.parallel_config), heads, head_size
-        slots = config.scheduler_config.max_num_seqs
-        compile_prompts(form, sizes, config.model_config.dtype, device, rule, bool(asked), balances, slots)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Metadata of a batch; asks the device for nothing.

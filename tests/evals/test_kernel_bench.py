@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from evals import kernel_bench as kernels
 from evals import kernel_cases, kernel_tuning
-from evals.kernel_bench import METHOD, Timing, add_speedups, error_of, row_of, self_check, shape_of
+from evals.kernel_bench import Timing, add_speedups, error_of, row_of, self_check, shape_of
 from evals.kernel_cases import (
     RAW,
     Shape,
@@ -25,7 +25,6 @@ from hfkvq.caches.store import KVStore
 from hfkvq.kernels import use_interpreter
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.triton import configs
-from tests.command import printed
 
 CPU = torch.device("cpu")
 SMALL = Shape(2, 517, heads=4, kv_heads=2, head_dim=64)
@@ -112,19 +111,6 @@ def rows_of(shape: Shape, **times: float | str) -> list[dict]:
     return rows
 
 
-def record_of(rows: list[dict]) -> kernels.Record:
-    return {
-        "kind": kernels.KIND,
-        "gpu": "Synthetic 9000",
-        "versions": {"torch": "0.0", "triton": "0.0"},
-        "commit": "0000000",
-        "date": "2000-01-01T00:00:00+00:00",
-        "method": METHOD,
-        "copy": {"tb_per_s": 4.0},
-        "rows": rows,
-    }
-
-
 def test_speedup_is_against_the_fastest_unquantized_kernel():
     rows = {row["name"]: row for row in rows_of(Shape(1, 8192), _a="no", _b=30.0, _c=20.0, kitty=10.0, full="full")}
     assert (rows["kitty"]["speedup"], rows["kitty"]["against"]) == (2.0, "_c")
@@ -134,24 +120,6 @@ def test_speedup_is_against_the_fastest_unquantized_kernel():
     both = [*rows.values(), peer, peer | {"name": "quantized", "quantized": True, "us": {"p50": 1.0}}]
     add_speedups(both)
     assert rows["kitty"]["against"] == "peer"
-
-
-def test_table_and_comparison():
-    rows = rows_of(Shape(32, 32768), _plain=940.0, kitty=200.0, full="OutOfMemoryError: no room")
-    text = printed(kernels.table(rows), width=100)
-    assert "32 x 32k tokens, 32/8 heads of 128, bfloat16" in text
-    lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
-    assert "180.0 to 240.0" in lines["kitty"]
-    assert "4.70x" in lines["kitty"]
-    assert "OutOfMemoryError: no room" in lines["full"]
-    before = record_of(rows_of(Shape(1, 8192), _plain=20.0, a=10.0, b=10.0, gone=1.0, broken="x"))
-    after = record_of(rows_of(Shape(1, 8192), _plain=20.0, a=10.49, b=10.51, new=1.0, broken=1.0))
-    text = printed(kernels.compare_table(before, after))
-    lines = {line.split()[3]: line for line in text.splitlines() if "1 x 8k" in line}
-    assert set(lines) == {"_plain", "a", "b"}
-    assert "slower" not in lines["a"]
-    assert "+5.1 %" in lines["b"]
-    assert "slower" in lines["b"]
 
 
 @needs_interpreter

@@ -148,7 +148,7 @@ def test_calibrate_then_allocate(tmp_path, monkeypatch):
     data, found, table = (tmp_path / name for name in ("data.jsonl", "s.json", "table.json"))
     with data.open("w") as file:
         for seed in range(2):
-            example = tools(seed=seed, rounds=2)
+            example = tools(seed=seed)
             messages = [*example.messages, {"role": "assistant", "content": example.answer}]
             file.write(json.dumps({"messages": messages, "tools": list(example.tools)}) + "\n")
     done = invoke("calibrate", str(data), "--out", str(found), "--layers", "1", "--device", "cpu", app=app)

@@ -115,19 +115,17 @@ def _join(items: list[str]) -> str:
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 
 
-def tools(*, seed: int, split: Split = "train", rounds: int | None = None) -> Example:
+def tools(*, seed: int, split: Split = "train") -> Example:
     """Call tools over several turns; the last call uses values of earlier results or requests.
 
     Args:
         seed: the example's number within its split.
         split: "train" or "eval".
-        rounds: number of calls, the last of which is the answer; drawn between 2 and 4 if None.
     """
     rng = random_stream(split, "tools", seed)
     while True:
         available = _make_tools(rng, rng.randint(3, 6))
-        calls = rounds if rounds is not None else rng.randint(2, 4)
-        built = _converse(rng, available, calls, split)
+        built = _converse(rng, available, rng.randint(2, 4), split)
         if built is not None:
             return built
 

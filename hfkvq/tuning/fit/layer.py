@@ -145,9 +145,10 @@ class _Kind:
         left, trims = come.generated, 0
         while left:
             if trims > 2:
-                widest = None if layer.buffer is None else make_plan(layer, 1 << 30, None, layer.eviction, 1)
+                plan = None if layer.buffer is None else layer.buffer.plan
+                widest = None if plan is None else make_plan(layer, 1 << 30, None, layer.eviction, 1)
                 # The buffer has as many pages as it will have however many tokens come.
-                if widest is None or layer.buffer.plan is None or widest.blocks == layer.buffer.plan.blocks:
+                if plan is None or widest is None or widest.blocks == plan.blocks:
                     break
             count = left
             if layer.buffer is not None and come.headroom is not None:

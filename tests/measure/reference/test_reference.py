@@ -27,7 +27,6 @@ from hfkvq.measure.reference import (
 )
 from hfkvq.measure.reference import model as model_module
 from hfkvq.measure.reference.chat import IM_END, parse_tool_call
-from tests.command import invoke
 
 
 @torch.inference_mode()
@@ -171,10 +170,3 @@ def test_prompts_go_without_a_chat_template(tokenizer) -> None:
     assert tokenizer.decode(row[there]) == batch.examples[0].prompt
     longest = max(len(tokenizer(each.answer).input_ids) for each in batch.examples)
     assert longest < batch.limit < 2 * longest
-
-
-def test_the_demo_asks_them(stand_in: Path) -> None:
-    arguments = ["--tasks", "copy-32,passkey-24", "--samples", "1", "--schemes", "full", "--device", "cpu"]
-    done = invoke("demo", "--model", stand_in, *arguments)
-    assert done.exit_code == 0, done.output
-    assert "100.0" in next(line for line in done.output.splitlines() if line.startswith("full "))
