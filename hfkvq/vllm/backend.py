@@ -273,7 +273,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         scheme = schemes_of(vllm_config)[layer_number(layer_names[0])]
         self._slots, self._tails, self._bounds = None, None, None
         if device.type == "cuda":
-            # What prompts launch is compiled now, so that the first requests need not wait for it.
+            # Kernels of prompts are compiled now, so that the first requests need not wait for them.
             form, rule, asked, balances = form_of(scheme, head_size)
             own, slots = vllm_config.model_config, vllm_config.scheduler_config.max_num_seqs
             sizes = own.get_num_attention_heads(vllm_config.parallel_config), self._heads, head_size

@@ -325,7 +325,7 @@ class LayerPages:
             own = call.tokens
             keys, values = key[own], value[own]
             if call.all_tokens:
-                # What is held, dequantized, then the new ones.
+                # Held tokens, dequantized, then the new ones.
                 run = [rows.table, *self.parts[0], *self.parts[1]]
                 given = call.units, rows.requests, run, self._held(), call.all_tokens, self.form
                 keys, values = kernels.gather_requests(key, value, *given)
