@@ -66,9 +66,6 @@ def test_versions_and_devices(monkeypatch):
     assert [name for name in said if name.startswith("GPU")] == (
         [f"GPU {index}" for index in range(torch.cuda.device_count())] or ["GPU"]
     )
-
-
-def test_a_checkout_names_its_commit(monkeypatch):
     monkeypatch.setattr(records, "commit", lambda: "abc-dirty")
     assert rows()["hfkvq"].endswith("checkout at abc-dirty")
 
