@@ -92,39 +92,22 @@ def typed(data: Tensor, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
     return data[: torch.Size(shape).numel() * kind.itemsize].view(kind).view(shape)
 
 
-class Columns(NamedTuple):
-    """The requests of a batch that have new tokens, one after another.
+def rows_of(
+    starts_q: list[int], starts_k: list[int], blocks_for: Callable[[int], int]
+) -> list[tuple[int, int, int, int, int]]:
+    """Requests of a batch that have new tokens, from where these begin, and all of them; a row may have none: padding.
 
-    A row may have none: padding.
-
-    Attributes:
-        first: column of its first new token.
-        at: where its blocks begin in the engine's list.
-        new: tokens.
-        held: tokens before them.
+    Returns:
+        Of each the column of its first new token, where its blocks begin in the engine's list, how many they are, its
+        new tokens, and those before them.
     """
-
-    first: tuple[int, ...]
-    at: tuple[int, ...]
-    blocks: tuple[int, ...]
-    new: tuple[int, ...]
-    held: tuple[int, ...]
-
-    @classmethod
-    def of(cls, starts_q: list[int], starts_k: list[int], blocks_for: Callable[[int], int]) -> Columns | None:
-        """From where the new tokens of each request begin, and all of them; None without a new token."""
-        rows, at = [], 0
-        for (q, end_q), (k, end_k) in zip(pairwise(starts_q), pairwise(starts_k), strict=False):
-            count = blocks_for(end_k - k) if end_k > k else 0
-            if end_q > q:
-                rows.append((q, at, count, end_q - q, end_k - k - (end_q - q)))
-            at += count
-        return cls(*zip(*rows, strict=True)) if rows else None
-
-    def table(self, numbers: Tensor, width: int) -> Tensor:
-        """A row of the engine's list for each request, (R, width); behind its blocks the last one again."""
-        found = [[at + min(j, count - 1) for j in range(width)] for at, count in zip(self.at, self.blocks, strict=True)]
-        return numbers[torch.tensor(found, dtype=torch.int64, device="cpu").to(numbers.device)]
+    rows, at = [], 0
+    for (q, end_q), (k, end_k) in zip(pairwise(starts_q), pairwise(starts_k), strict=False):
+        count = blocks_for(end_k - k) if end_k > k else 0
+        if end_q > q:
+            rows.append((q, at, count, end_q - q, end_k - k - (end_q - q)))
+        at += count
+    return rows
 
 
 class Steps(NamedTuple):
@@ -398,16 +381,18 @@ class CompressedPages(FullAttentionCacheAllocator):
     def _sort(self, given: dict[str, Any]) -> None:
         """Rows of a batch with prompts, or parts of them: asks the device for lengths and slots."""
         device, ends = given["cu_seq_lens_q"].device, given["cu_seq_lens_k"][self.layer_type].tolist()
-        columns = Columns.of(given["cu_seq_lens_q"].tolist(), ends, self.blocks_for)
+        rows = rows_of(given["cu_seq_lens_q"].tolist(), ends, self.blocks_for)
         self._first, self._prompts, self._steps = None, [], None
-        if columns is None:
+        if not rows:
             return
-        starts, news, pasts, blocks = columns.first, columns.new, columns.held, columns.blocks
+        starts, listed, blocks, news, pasts = zip(*rows, strict=True)
         # Answers of `get_read_indices` for all requests: the engine hands them on if any has tokens already.
         read = given["read_index"][self.index]
-        listed = read if read.numel() else given["write_index"][self.index]
-        # Few widths, each of which has plans of its own.
-        table, slot = self._found(columns.table(listed, 1 << (max(blocks) - 1).bit_length()))
+        numbers = read if read.numel() else given["write_index"][self.index]
+        # Few widths, each of which has plans of its own; behind a request's blocks the last one stands again.
+        width = range(1 << (max(blocks) - 1).bit_length())
+        found = [[at + min(j, count - 1) for j in width] for at, count in zip(listed, blocks, strict=True)]
+        table, slot = self._found(numbers[torch.tensor(found, dtype=torch.int64, device="cpu").to(numbers.device)])
         first = [row for row, past in enumerate(pasts) if not past]
         alone = [row for row, (past, new) in enumerate(zip(pasts, news, strict=True)) if past and new == 1]
         later = [row for row, (past, new) in enumerate(zip(pasts, news, strict=True)) if past and new > 1]
@@ -419,9 +404,9 @@ class CompressedPages(FullAttentionCacheAllocator):
                 tokens - self.sizes.sink - sealed if (sealed := self.sealed(tokens, 0)) else tokens for tokens in counts
             ]
             left = tuple([slice(each.stop - count, each.stop) for each, count in zip(mine, kept, strict=True)])
-            numbers = torch.tensor([counts, kept], dtype=torch.int32, device="cpu").to(device)
-            rows = Ragged([each.start for each in mine], counts, device)
-            self._first = FirstPrompts(mine, slot[first].long(), table[first], rows, left, numbers)
+            both = torch.tensor([counts, kept], dtype=torch.int32, device="cpu").to(device)
+            ragged = Ragged([each.start for each in mine], counts, device)
+            self._first = FirstPrompts(mine, slot[first].long(), table[first], ragged, left, both)
         places = slot.tolist() if later else []
         had = torch.tensor(
             [[0, x, self.sealed(x, 0), self.sealed(x, 1)] for x in pasts], dtype=torch.int32, device="cpu"

@@ -317,13 +317,11 @@ def test_models_and_settings_that_do_not_go(model):
         serving.enable(model, "saw-int5")
 
 
-def test_columns_of_a_batch():
+def test_rows_of_a_batch():
     """Requests with tokens held, without, without new ones (whose blocks are listed too), and padding."""
-    found = serving.pages.Columns.of([0, 4, 4, 5, 5], [0, 4, 140, 400, 400], lambda tokens: -(-tokens // 128))
-    assert found == ((0, 4), (0, 3), (1, 3), (4, 1), (0, 259))
-    numbers = torch.tensor([7, 50, 51, 9, 8, 3, -1])
-    assert found.table(numbers, 4).tolist() == [[7, 7, 7, 7], [9, 8, 3, 3]]
-    assert serving.pages.Columns.of([0, 0, 0], [0, 3, 3], lambda tokens: 1) is None
+    found = serving.pages.rows_of([0, 4, 4, 5, 5], [0, 4, 140, 400, 400], lambda tokens: -(-tokens // 128))
+    assert found == [(0, 0, 1, 4, 0), (4, 3, 3, 1, 259)]
+    assert serving.pages.rows_of([0, 0, 0], [0, 3, 3], lambda tokens: 1) == []
 
 
 # One whose queries have a say and whose layers differ, and factors; the others are the same code.
