@@ -1,59 +1,30 @@
 """State and the Hugging Face seam: stores, layers, schemes, the cache."""
 
-from . import schemes
-from .cache import MixedKVCache
-from .layers.memory import MemoryReport
-from .named import (
-    ARKVCache,
-    ExpectedAttentionCache,
-    FullCache,
-    H2OCache,
-    KittyCache,
-    KIVICache,
-    KVarNCache,
-    LatentCache,
-    MixKVQCache,
-    PyramidKVCache,
-    SawInt4Cache,
-    SnapKVCache,
-    StreamingLLMCache,
-    TOVACache,
-    TriAxialCache,
-    make_cache,
-)
-from .prefix_store import PrefixMatch, PrefixStore
-from .schemes.base import Scheme, get_scheme, list_schemes
-from .schemes.preset import Preset, get_preset
-from .tags.bit_table import BitTable
-from .using import use
-
-__all__ = [
-    "ARKVCache",
-    "BitTable",
-    "ExpectedAttentionCache",
-    "FullCache",
-    "H2OCache",
-    "KIVICache",
-    "KVarNCache",
-    "KittyCache",
-    "LatentCache",
-    "MemoryReport",
-    "MixKVQCache",
-    "MixedKVCache",
-    "PrefixMatch",
-    "PrefixStore",
-    "Preset",
-    "PyramidKVCache",
-    "SawInt4Cache",
-    "Scheme",
-    "SnapKVCache",
-    "StreamingLLMCache",
-    "TOVACache",
-    "TriAxialCache",
-    "get_preset",
-    "get_scheme",
-    "list_schemes",
-    "make_cache",
-    "schemes",
-    "use",
-]
+from . import schemes as schemes
+from .cache import MixedKVCache as MixedKVCache
+from .layers.memory import MemoryReport as MemoryReport
+from .named import ARKVCache as ARKVCache
+from .named import ExpectedAttentionCache as ExpectedAttentionCache
+from .named import FullCache as FullCache
+from .named import H2OCache as H2OCache
+from .named import KittyCache as KittyCache
+from .named import KIVICache as KIVICache
+from .named import KVarNCache as KVarNCache
+from .named import LatentCache as LatentCache
+from .named import MixKVQCache as MixKVQCache
+from .named import PyramidKVCache as PyramidKVCache
+from .named import SawInt4Cache as SawInt4Cache
+from .named import SnapKVCache as SnapKVCache
+from .named import StreamingLLMCache as StreamingLLMCache
+from .named import TOVACache as TOVACache
+from .named import TriAxialCache as TriAxialCache
+from .named import make_cache as make_cache
+from .prefix_store import PrefixMatch as PrefixMatch
+from .prefix_store import PrefixStore as PrefixStore
+from .schemes.base import Scheme as Scheme
+from .schemes.base import get_scheme as get_scheme
+from .schemes.base import list_schemes as list_schemes
+from .schemes.preset import Preset as Preset
+from .schemes.preset import get_preset as get_preset
+from .tags.bit_table import BitTable as BitTable
+from .using import use as use

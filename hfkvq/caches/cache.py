@@ -202,7 +202,6 @@ class MixedKVCache(Cache):
         known = [i for i, layer in enumerate(self.layers) if seen_by(layer) is not None and i not in others]
         self._counting, self._first = tuple(known), known[0] if known else -1
         self._why_not_captured = made.why_not_captured
-        self._untouched: dict[int, dict[str, Any]] = {}
         held = {i: made.layers[i] for i in made.compressed}
         mixing = layers_that_mix({i: x.scheme for i, x in held.items() if not x.holds_latents}, head_dim_of(text))
         self._rounding = tuple(i for i, x in held.items() if x.smooths or i in mixing)
@@ -332,9 +331,8 @@ class MixedKVCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stages new tokens of a layer; see `KVLayer.update`.
 
-        A refusal (`ValueError`) in a later layer takes the tokens of the same forward out of the earlier ones again, so
-        that no layer is ahead of the others. Only with ``debug=True`` can a layer refuse what an earlier one has taken;
-        a page that the refused tokens had filled there is reopened with the values it holds.
+        Only with ``debug=True`` can a layer refuse (`ValueError`) what an earlier one has taken: `level` takes the
+        tokens out of the earlier ones again, or call `reset`; until then a forward raises RuntimeError.
         """
         layer = self._paged(layer_idx)
         if layer is not None:
@@ -367,6 +365,8 @@ class MixedKVCache(Cache):
             self._before_first_layer(key_states)
         try:
             if layer_idx >= len(self.layers):
+                self.level_pages(int(self.get_seq_length()) - key_states.shape[2])
+                self.states.invalidate()
                 raise ValueError(
                     f"model_or_config: this cache was made for {len(self.layers)} layers, but got keys of layer "
                     f"{layer_idx}; make it from the config of the model that it is used with."
@@ -382,21 +382,9 @@ class MixedKVCache(Cache):
             return tuple(map(dense_of, found)) if self._flex else found
         except ValueError:
             self._updated = -1
-            self._take_back(layer_idx, key_states.shape[2])
+            if self._is_cutting:
+                self.reset()
             raise
-
-    def _take_back(self, layer_idx: int, tokens: int) -> None:
-        """Takes tokens that a layer has refused out of the earlier ones."""
-        layers = self.layers
-        if self._is_cutting:
-            return self.reset()
-        refused = seen_by(layers[layer_idx]) if layer_idx < len(layers) else self.get_seq_length() - tokens
-        own = [layer for i, layer in enumerate(layers) if i in self._compressed and i not in self._untouched]
-        transactions.level(own, seen_by, refused or 0)
-        for i, state in self._untouched.items():
-            vars(layers[i]).update(state)
-        # This comes last: the restored variables include ``invalid`` of before.
-        self.states.invalidate()
 
     def _find_smoothing(self) -> None:
         """Gives empty layers the vectors of their model, if it is known; else they take those of their first prompt."""
@@ -453,7 +441,6 @@ class MixedKVCache(Cache):
             self._check_capacity(key_states.shape[2])
         if self._debug:
             self.integrity_check()
-            self._untouched = transactions.untouched(self.layers)
 
     def compile_for(self, model: torch.nn.Module, rows: int) -> None:
         """Compiles on a GPU what the model's layers will launch, as far as the model tells before they do."""

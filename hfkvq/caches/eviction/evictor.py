@@ -8,7 +8,7 @@ how many tokens a row keeps, and asks the device nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
@@ -21,7 +21,7 @@ from hfkvq.kernels.decode import ABSENT, LENGTH, START, column_positions, run_co
 from hfkvq.kernels.pages import Side
 
 from ..base.recorded import Group
-from ..layer_state.base import LayerBase, Part, unchanged_on_error
+from ..layer_state.base import Part, unchanged_on_error
 from ..schemes.eviction import EvictionScheme
 from ..schemes.score_inputs import Candidates, Evidence, evidence_of, keep_mask, prompt_candidates
 from ..store import MAX_STEP, SIDES, Padding, StoreState
@@ -210,11 +210,11 @@ class Eviction(Part, Generic[S]):
     by_row: ClassVar[tuple[str, ...]] = ()
     by_head: ClassVar[tuple[str, ...]] = ("scores",)
 
-    def __init__(self, layer: LayerBase) -> None:
+    def __init__(self, layer: Any) -> None:
         super().__init__(layer)
         self.policy = cast(S, layer.scheme)
         self.asks_every_step, self.place = self.policy.asks_every_step, (0, 1)
-        self.arguments, self.group = AttentionArguments(1.0), EvictingGroup([self])
+        self.arguments, self.group = AttentionArguments(1.0), Group[Any]([self])
         self.forget()
 
     def forget(self) -> None:
@@ -381,16 +381,7 @@ class Eviction(Part, Generic[S]):
         return [*by_row, *by_head]
 
 
-class EvictingGroup(Group[Any]):
-    """The evictors of a cache that are of one class."""
-
-    def __init__(self, members: Sequence[Eviction[Any]]) -> None:
-        super().__init__(members)
-        for member in members:
-            member.group = self
-
-
-def store_choice(layer: LayerBase, choice: Choice, window: int, keeps_columns: bool = False) -> None:
+def store_choice(layer: Any, choice: Choice, window: int, keeps_columns: bool = False) -> None:
     """Stores what stays of a staged first prompt as if it were all of it; it is staged still if that fails.
 
     Args:

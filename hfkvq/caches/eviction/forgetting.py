@@ -16,7 +16,6 @@ from hfkvq.kernels.decode import LENGTH, run_count
 from hfkvq.kernels.hadamard import hadamard
 from hfkvq.kernels.step import StepPlan
 
-from ..layer_state.base import LayerBase
 from ..layer_state.query_statistics import QueryStatistics
 from ..schemes.eviction import SnapKV
 from ..store import StoreState
@@ -40,7 +39,7 @@ def score_bytes(plan: StepPlan) -> int:
     return 16 * plan.rows * plan.heads * plan.key_dim * (plan.blocks[0] + 2)
 
 
-def page_scores(layer: LayerBase, queries: QueryStatistics) -> Tensor:
+def page_scores(layer: Any, queries: QueryStatistics) -> Tensor:
     """Attention that the newest queries pay each page, the sum over queries and query heads: f32 (B, H, n).
 
     SnapKV's votes of an observation window, with a page in place of pooled neighbours. Keys are dequantized a few pages
@@ -86,7 +85,7 @@ def page_scores(layer: LayerBase, queries: QueryStatistics) -> Tensor:
     return mass
 
 
-def kept_pages(layer: LayerBase, queries: QueryStatistics, most: int, newest: int) -> Kept:
+def kept_pages(layer: Any, queries: QueryStatistics, most: int, newest: int) -> Kept:
     """The pages that stay so that no row holds more than ``most`` tokens: in each KV head those of highest score.
 
     Sink, ``newest`` tokens and pages that are not full always stay. The host asks the device nothing. The layer is
@@ -110,7 +109,7 @@ def kept_pages(layer: LayerBase, queries: QueryStatistics, most: int, newest: in
     return Kept(goes.to(torch.int8).argsort(dim=-1, stable=True), go * page, frozenset(states), settled)
 
 
-def cut_prompt(layer: LayerBase, scheme: SnapKV, query: Tensor, arguments: AttentionArguments) -> None:
+def cut_prompt(layer: Any, scheme: SnapKV, query: Tensor, arguments: AttentionArguments) -> None:
     """Lets the best tokens of a staged first prompt join the store, as SnapKV has it, and no others.
 
     The layer holds nothing else. Queries (B, Hq, Q, D) are smoothed as the staged keys are.
@@ -119,19 +118,19 @@ def cut_prompt(layer: LayerBase, scheme: SnapKV, query: Tensor, arguments: Atten
         ValueError: padding stands among tokens. All layers are empty then, as they were before this prompt.
     """
     if layer.padding is not None and layer.padding.source is not None:
-        own: Any = layer
-        for member in own.buffer.sync.members:
+        for member in layer.buffer.sync.members:
             member.layer.reset()
         raise ValueError(
             "evict: got a first prompt that does not fit, with padding within rows, where no token can be forgotten; "
             "nothing was cached. Pad on the left, or give the cache more (cache.memory_limit = ...)."
         )
-    assert layer.staged is not None, "a first prompt waits until its attention is done"
+    # A first prompt waits until its attention is done.
+    keys, values = layer.staged
     arguments = arguments.biased()
     if arguments.mask is not None and arguments.mask.shape[2] > scheme.window:
         arguments = arguments._replace(mask=arguments.mask[:, :, -scheme.window :])
     newest = query[:, :, -scheme.window :]
-    choice = choose(scheme, 0, 1, newest, *layer.staged, arguments, hold=layer.hold, padding=layer.padding)
+    choice = choose(scheme, 0, 1, newest, keys, values, arguments, hold=layer.hold, padding=layer.padding)
     # Without a choice, rows are so much shorter than the prompt that all of them fit.
     if choice is not None:
         store_choice(layer, choice, scheme.window)

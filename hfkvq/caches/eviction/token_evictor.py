@@ -73,8 +73,10 @@ class TokenEvictor(Eviction[EvictionScheme]):
         layer, seen = self.layer, self.pending
         if seen is None or layer.staged is None or self._stuck or not self.may_be_cut(seen):
             return False
-        given = seen.query, *layer.staged, seen.arguments
-        choice = choose(self.policy, *self.place, *given, hold=layer.hold, padding=layer.padding)
+        given, (keys, values) = seen.arguments, layer.staged
+        choice = choose(
+            self.policy, *self.place, seen.query, keys, values, given, hold=layer.hold, padding=layer.padding
+        )
         if choice is None:
             return False
         store_choice(layer, choice, self.policy.window)

@@ -1,22 +1,12 @@
-"""Interface of a layer for its parts, and the parts' base."""
+"""Base of a layer's parts, and changes that are taken back where something fails."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
-
-from hfkvq.kernels.arguments import AttentionArguments
-from hfkvq.kernels.pages import Side
-
-from ..schemes.base import Scheme
-from ..store import KVStore, Padding
-from .smoothing import KeySmoothing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 ROLLBACK = 64
 """Newest tokens that stay unsealed while tokens may be taken back (assisted decoding)."""
@@ -45,80 +35,20 @@ def unchanged_on_error(things: Sequence[Any]) -> Iterator[None]:
         raise
 
 
-class LayerBase(Protocol):
-    """Interface of a layer of pages, as its parts and handles see it; `KVLayer` says what each name means.
-
-    Parts come before the layer in the order of imports, so they know it by this.
-    """
-
-    scheme: Scheme
-    store: KVStore | None
-    seen: int
-    newest: int
-    new_columns: int
-    staged: tuple[Tensor, Tensor] | None
-    padding: Padding | None
-    uncommitted: bool
-    evicted: bool
-    gone: int
-    differentiated: bool
-    defer: bool
-    debug: bool
-    record_past: bool
-    latents: bool
-    edition: int
-    capacity: int | None
-    window: int
-    offloaded: bool
-    smoothing: KeySmoothing | None
-    accepted: tuple[Any, ...] | None
-    dtype: torch.dtype
-    device: torch.device
-    heads: int
-    batch_size: int
-
-    @property
-    def staged_length(self) -> int: ...
-
-    @property
-    def columns(self) -> int: ...
-
-    @property
-    def hold(self) -> int: ...
-
-    def held(self) -> KVStore: ...
-    def smoothed_query(self, query: Tensor) -> Tensor: ...
-    def check_capacity(self, tokens: int) -> None: ...
-    def update(self, key_states: Tensor, value_states: Tensor) -> Any: ...
-    def forward(
-        self,
-        query: Tensor,
-        arguments: AttentionArguments,
-        dense: Callable[[], Tensor],
-        padding_mask: Tensor | None,
-        after: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor: ...
-    def store_staged(self, commit: bool = True) -> None: ...
-    def settle(self, commit: bool = True) -> None: ...
-    def close(self) -> None: ...
-    def bind(self) -> None: ...
-    def dense(self, side: Side) -> Tensor: ...
-
-
 class Part:
     """A part of a layer that knows its layer weakly: nothing may keep a layer whose cache is gone."""
 
-    def __init__(self, layer: LayerBase) -> None:
+    def __init__(self, layer: Any) -> None:
         self._layer = weakref.ref(layer)
 
     @property
-    def layer(self) -> LayerBase:
-        """Layer that this part belongs to."""
+    def layer(self) -> Any:
+        """Layer that this part belongs to: a `KVLayer`, which comes later in the order of imports."""
         layer = self._layer()
         assert layer is not None, "a part is held by its layer"
         return layer
 
-    def copy_for(self, layer: LayerBase, memo: dict[int, Any]) -> Any:
+    def copy_for(self, layer: Any, memo: dict[int, Any]) -> Any:
         """A copy for the copy of its layer, which shares everything with it but what the layer replaces."""
         new = memo[id(self)] = copy.copy(self)
         new._layer = weakref.ref(layer)

@@ -13,10 +13,9 @@ from hfkvq.kernels.quantize import F16_MAX
 
 from ..base.recorded import is_recorded
 from ..store import SIDES, KVStore, Padding
-from .base import LayerBase
 
 
-def as_stored(layer: LayerBase, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def as_stored(layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values in the dtype that a layer stores, where autocast gives them in others; else as they are.
 
     Autocast leaves keys in float32 after RoPE, and not values. An empty layer stores the dtype that both have, or that
@@ -31,7 +30,7 @@ def as_stored(layer: LayerBase, keys: Tensor, values: Tensor) -> tuple[Tensor, T
     return keys.to(dtype), values.to(dtype)
 
 
-def check_update(layer: LayerBase, keys: Tensor, values: Tensor) -> None:
+def check_update(layer: Any, keys: Tensor, values: Tensor) -> None:
     """Raises ValueError if a layer cannot take these tokens; see `KVLayer.update`."""
     like = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
     if not layer.seen or like != layer.accepted:
@@ -42,7 +41,7 @@ def check_update(layer: LayerBase, keys: Tensor, values: Tensor) -> None:
     layer.accepted = like
 
 
-def _check_numbers(layer: LayerBase, keys: Tensor, values: Tensor) -> None:
+def _check_numbers(layer: Any, keys: Tensor, values: Tensor) -> None:
     if not (keys.isfinite().all() and values.isfinite().all()):
         raise ValueError(
             "update: keys or values hold NaN or infinity; nothing was cached. Look for the layer that made them "
@@ -63,7 +62,7 @@ def _check_numbers(layer: LayerBase, keys: Tensor, values: Tensor) -> None:
             )
 
 
-def _check_kind(layer: LayerBase, keys: Tensor, values: Tensor) -> None:
+def _check_kind(layer: Any, keys: Tensor, values: Tensor) -> None:
     if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
         raise ValueError(
             f"update: got keys {tuple(keys.shape)} and values {tuple(values.shape)}, expected (batch, heads, "
@@ -100,12 +99,12 @@ def _kind(keys: Tensor, values: Tensor) -> tuple[Any, ...]:
     return (*keys.shape[:2], keys.shape[-1], values.shape[-1], keys.dtype, keys.device)
 
 
-def _kind_held(layer: LayerBase, store: KVStore) -> tuple[Any, ...]:
+def _kind_held(layer: Any, store: KVStore) -> tuple[Any, ...]:
     dims = store.dims
     return layer.batch_size, layer.heads, dims["keys"], dims["values"], layer.dtype, layer.device
 
 
-def is_allocated_for(layer: LayerBase, keys: Tensor, values: Tensor) -> bool:
+def is_allocated_for(layer: Any, keys: Tensor, values: Tensor) -> bool:
     """True if a layer's store can take these tokens, which an empty one need not."""
     store = layer.store
     return store is not None and (bool(layer.seen) or _kind(keys, values) == _kind_held(layer, store))

@@ -27,8 +27,7 @@ from ..base.model_config import (
     stock_layers,
     windows_of,
 )
-from ..base.recorded import DeviceSync
-from ..eviction.evictor import EvictingGroup
+from ..base.recorded import DeviceSync, Group
 from ..layer_state.update import PaddingReader
 from ..schemes.base import Scheme, latent_layout, warn_of_limits
 from ..schemes.full import Full
@@ -240,7 +239,9 @@ def group_layers(layers: list[KVLayer], queries_per_head: int = 1) -> DeviceSync
     """Lets layers of a cache know of each other; what they know of recorded steps, if any may be."""
     evicting = [layer.eviction for layer in layers if layer.eviction is not None]
     for kind in {type(part) for part in evicting}:
-        EvictingGroup([part for part in evicting if type(part) is kind])
+        group = Group([part for part in evicting if type(part) is kind])
+        for part in group.members:
+            part.group = group
     buffers = [layer.buffer for layer in layers if layer.buffer is not None]
     for buffer in buffers:
         buffer.queries_per_head = queries_per_head

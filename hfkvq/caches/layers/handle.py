@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import Side
 
-from ..layer_state.base import LayerBase
 from ..store import MAX_STEP
 
 # Reading these does not touch the data.
@@ -42,7 +41,7 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
-def refuse_gradient(layer: LayerBase, x: Tensor) -> Tensor:
+def refuse_gradient(layer: Any, x: Tensor) -> Tensor:
     """Guard of a layer's keys, values and attention output: backward through them raises.
 
     Only where the keys or values that came last would have got a gradient: a forward alone is nobody's harm.
@@ -69,7 +68,7 @@ class LazyKV(torch.Tensor):
 
     handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
 
-    _layer: LayerBase
+    _layer: Any
     _edition: int
     side: Side
     repeats: int
@@ -86,7 +85,7 @@ class LazyKV(torch.Tensor):
     @staticmethod
     def __new__(
         cls,
-        layer: LayerBase,
+        layer: Any,
         side: Side,
         shape: tuple[int, ...],
         repeats: int = 1,
@@ -98,7 +97,7 @@ class LazyKV(torch.Tensor):
         return handle
 
     @property
-    def hfkvq_layer(self) -> LayerBase:
+    def hfkvq_layer(self) -> Any:
         """The cache layer; a RuntimeError if it has changed since: what it holds now may have another shape."""
         if self._layer.edition != self._edition:
             raise RuntimeError(
@@ -120,7 +119,7 @@ class LazyKV(torch.Tensor):
         view._made = self._made
         return view
 
-    def _dequantized(self, layer: LayerBase) -> Tensor:
+    def _dequantized(self, layer: Any) -> Tensor:
         """(B, H, T, D); of a step made once, as some attention asks for it twice."""
         if layer.defer or layer.staged_length > MAX_STEP or layer.staged_length == layer.seen:
             return layer.dense(self.side)
@@ -205,7 +204,7 @@ def _refuse_write(func: Any) -> RuntimeError:
     )
 
 
-def layer_of(key: Any, value: Any) -> LayerBase | None:
+def layer_of(key: Any, value: Any) -> Any:
     """The layer whose keys and values these are handles of, in the shape of its own; None of anything else."""
     if not isinstance(key, LazyKV) or not isinstance(value, LazyKV):
         return None

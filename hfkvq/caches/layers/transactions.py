@@ -9,7 +9,6 @@ due is sealed, and the buffers of recorded steps get what they are to hold.
 from __future__ import annotations
 
 import contextlib
-import copy
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -70,21 +69,6 @@ def level(layers: Sequence[Any], seen: Callable[[Any], int | None], least: int, 
         beside,
         commit=False,
     )
-
-
-def untouched(layers: Sequence[Any]) -> dict[int, dict[str, Any]]:
-    """Attributes by the layers' numbers, of those whose newest tokens may be more than can be taken back.
-
-    Updates of layers that Transformers makes bind new tensors, so the old ones stay as they are; a window's pages are
-    written again.
-    """
-    found = {}
-    for i, layer in enumerate(layers):
-        if not is_paged(layer):
-            found[i] = dict(vars(layer))
-        elif layer.window:
-            found[i] = vars(layer) | {"store": copy.deepcopy(layer.store)}
-    return found
 
 
 def take_rows(

@@ -36,7 +36,7 @@ from ..base import outside_inference_mode, warn_once
 from ..base.capture import RECORDERS
 from ..base.recorded import DeviceSync, is_captured, is_recorded
 from ..eviction.evictor import Eviction
-from ..layer_state.base import LayerBase, Part
+from ..layer_state.base import Part
 from ..layer_state.query_statistics import QueryStatistics
 from ..schemes.base import Layout, Scheme
 from ..store import SIDES, KVStore
@@ -45,7 +45,7 @@ from ..store.row_lengths import row_states
 
 
 def make_plan(
-    layer: LayerBase, room: int, before: StepPlan | None, eviction: Eviction[Any] | None, queries_per_head: int
+    layer: Any, room: int, before: StepPlan | None, eviction: Eviction[Any] | None, queries_per_head: int
 ) -> StepPlan | None:
     """The plan of a buffer that what a layer holds can lie in; None while the store holds more than that.
 
@@ -119,7 +119,7 @@ def sealing_rules(scheme: Scheme, layout: Layout, key_dim: int) -> tuple[str, st
 
 
 def _budget_blocks(
-    store: KVStore, layer: LayerBase, room: int, new: int, before: StepPlan | None, budget: tuple[int, ...]
+    store: KVStore, layer: Any, room: int, new: int, before: StepPlan | None, budget: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     # A trim is due as soon as a row holds more; steps of up to so many tokens may pass before.
     slack = 2 * MAX_STEP
@@ -198,7 +198,7 @@ class StepBuffer(Part):
     sync: DeviceSync
     leads: bool
 
-    def __init__(self, layer: LayerBase, queries: QueryStatistics | None, eviction: Eviction[Any] | None) -> None:
+    def __init__(self, layer: Any, queries: QueryStatistics | None, eviction: Eviction[Any] | None) -> None:
         super().__init__(layer)
         self.queries, self.eviction = queries, eviction
         self.queries_per_head = 1
@@ -559,7 +559,7 @@ class StepBuffer(Part):
         layer.staged, layer.new_columns = None, 0
         return out
 
-    def copy_for(self, layer: LayerBase, memo: dict[int, Any]) -> Any:
+    def copy_for(self, layer: Any, memo: dict[int, Any]) -> Any:
         """A copy for the copy of its layer, without the buffer."""
         new = super().copy_for(layer, memo)
         new._release()
