@@ -33,9 +33,13 @@ if TYPE_CHECKING:
 
 
 class NamedCache(MixedKVCache):
-    """`MixedKVCache` of the preset ``preset_name``, with its arguments, and knobs of the scheme."""
+    """`MixedKVCache` of the preset that its class names, with its arguments, and knobs of the scheme."""
 
     preset_name: ClassVar[str]
+
+    def __init_subclass__(cls, preset: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.preset_name = preset or cls.preset_name
 
     def __init__(self, model_or_config: Any, **given: Any) -> None:
         super().__init__(model_or_config, self.preset_name, **given)
@@ -48,95 +52,67 @@ class NamedCache(MixedKVCache):
         return cls(model_or_config, layers=dict(preset.layers), **knobs, **options)
 
 
-class KittyCache(NamedCache):
+class KittyCache(NamedCache, preset="kitty"):
     """Kitty: 2-bit pages whose strongest key channels get 4 bits; ``boost_ratio=0.25`` makes it Kitty-Pro."""
 
-    preset_name = "kitty"
 
-
-class KIVICache(NamedCache):
+class KIVICache(NamedCache, preset="kivi"):
     """KIVI: keys per channel, values per token, in 2 bits, or with ``bits=4`` in 4."""
 
-    preset_name = "kivi"
 
-
-class MixKVQCache(NamedCache):
+class MixKVQCache(NamedCache, preset="mixkvq"):
     """MixKVQ: key channels in 2, 4 or 16 bits, by their error as queries see it.
 
     The most salient channels fill the room of each page; ``select="thresholds"`` raises by the paper's thresholds.
     """
 
-    preset_name = "mixkvq"
 
-
-class SawInt4Cache(NamedCache):
+class SawInt4Cache(NamedCache, preset="saw-int4"):
     """SAW-INT4: token-wise INT4 after a Hadamard rotation of keys, with ``rotate="both"`` of values too."""
 
-    preset_name = "saw-int4"
 
-
-class KVarNCache(NamedCache):
+class KVarNCache(NamedCache, preset="kvarn"):
     """KVarN: keys and values rotated, tokens and channels balanced; keys in 4 bits, values in 2 or ``value_bits=4``."""
 
-    preset_name = "kvarn"
 
-
-class LatentCache(NamedCache):
+class LatentCache(NamedCache, preset="latent-4"):
     """Latent attention (DeepSeek, Kimi, GLM, LongCat): latents in 4 bits, or 8 (``bits=8, rope_bits=16``)."""
 
-    preset_name = "latent-4"
 
-
-class FullCache(NamedCache):
+class FullCache(NamedCache, preset="full"):
     """Pages of the model's own dtype: the control, which differs from bf16 only by rounding."""
 
-    preset_name = "full"
 
-
-class ARKVCache(NamedCache):
+class ARKVCache(NamedCache, preset="arkv"):
     """ARKV: the best tokens in 16 bits, the next in fp8, the others evicted.
 
     ``budget_tokens=512`` keeps at most 512 tokens in each KV head of each layer, ``budget_bytes`` counts bytes instead.
     `get_seq_length` counts tokens seen; `memory` shows what is stored.
     """
 
-    preset_name = "arkv"
 
-
-class SnapKVCache(NamedCache):
+class SnapKVCache(NamedCache, preset="snapkv"):
     """SnapKV: keeps the tokens of a prompt that its last queries attend to, in pages of ``pages="kitty-pro"``, say."""
 
-    preset_name = "snapkv"
 
-
-class PyramidKVCache(NamedCache):
+class PyramidKVCache(NamedCache, preset="pyramidkv"):
     """PyramidKV: SnapKV's tokens, more of them in lower layers."""
 
-    preset_name = "pyramidkv"
 
-
-class H2OCache(NamedCache):
+class H2OCache(NamedCache, preset="h2o"):
     """H2O: keeps the newest tokens, and those attended to most so far."""
 
-    preset_name = "h2o"
 
-
-class StreamingLLMCache(NamedCache):
+class StreamingLLMCache(NamedCache, preset="streaming-llm"):
     """StreamingLLM: keeps the first tokens and the newest."""
 
-    preset_name = "streaming-llm"
 
-
-class TOVACache(NamedCache):
+class TOVACache(NamedCache, preset="tova"):
     """TOVA: keeps the tokens that the newest query attends to."""
 
-    preset_name = "tova"
 
-
-class ExpectedAttentionCache(NamedCache):
+class ExpectedAttentionCache(NamedCache, preset="expected-attention"):
     """Expected attention: keeps what future queries are expected to attend to."""
-
-    preset_name = "expected-attention"
 
 
 logger = logging.getLogger(__name__)
@@ -169,7 +145,7 @@ class _Hook:
         return _Hook, ()
 
 
-class TriAxialCache(NamedCache):
+class TriAxialCache(NamedCache, preset="triaxial"):
     """TriAxialKV: 2 or 4 bits per token, by turn, modality and role.
 
     ``TriAxialCache(model, tokenizer)`` needs nothing else: the cache sees the token ids of every forward that it is
@@ -195,8 +171,6 @@ class TriAxialCache(NamedCache):
     Raises:
         ValueError: neither tokenizer nor tagger, an unknown tag, or a table of another model or chat template.
     """
-
-    preset_name = "triaxial"
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -54,22 +54,19 @@ def uneven(first: int | None, last: int | None) -> RuntimeError:
     )
 
 
-M = TypeVar("M")
-
-
-class Group(Generic[M]):
+class Group:
     """Parts of layers, known weakly: they keep their group, and nothing may keep a layer whose cache is gone."""
 
-    def __init__(self, members: Sequence[M]) -> None:
+    def __init__(self, members: Sequence[Any]) -> None:
         self._members = [weakref.ref(member) for member in members]
 
     @property
-    def members(self) -> list[M]:
+    def members(self) -> list[Any]:
         found = [ref() for ref in self._members]
         return [member for member in found if member is not None]
 
     @property
-    def first(self) -> M:
+    def first(self) -> Any:
         member = self._members[0]()
         assert member is not None, "asked by a layer of the group"
         return member
@@ -81,7 +78,7 @@ class Group(Generic[M]):
         return new
 
 
-class DeviceSync(Group[Any]):
+class DeviceSync(Group):
     """Host's record of steps that did not pass through Python.
 
     Steps of CUDA graphs are counted here and told to the layers only when one of them is asked for more than its

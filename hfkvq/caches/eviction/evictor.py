@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -186,10 +186,7 @@ def shared(scheme: EvictionScheme, scores: Tensor, heads: int) -> Tensor:
     return by_row.mean(1, keepdim=True).expand_as(by_row).flatten(0, 1)
 
 
-S = TypeVar("S", bound=EvictionScheme)
-
-
-class Eviction(Part, Generic[S]):
+class Eviction(Part):
     """Holds a layer to a budget of tokens, each KV head its own; `TokenEvictor` and `TierEvictor` say how.
 
     A prompt beyond the budget is cut to its best tokens in each layer as it passes, so only one layer at a time holds
@@ -212,9 +209,9 @@ class Eviction(Part, Generic[S]):
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
-        self.policy = cast(S, layer.scheme)
+        self.policy: Any = layer.scheme
         self.asks_every_step, self.place = self.policy.asks_every_step, (0, 1)
-        self.arguments, self.group = AttentionArguments(1.0), Group[Any]([self])
+        self.arguments, self.group = AttentionArguments(1.0), Group([self])
         self.forget()
 
     def forget(self) -> None:

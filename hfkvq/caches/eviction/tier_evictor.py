@@ -120,7 +120,7 @@ def tier_targets(
     return target, left
 
 
-class TierEvictor(Eviction[Arkv]):
+class TierEvictor(Eviction):
     """Gives tokens their tiers, by their scores and by the layer's share of whole ones.
 
     A layer's share is relative to the strongest layer's, which is known when the last layer is done: until then the

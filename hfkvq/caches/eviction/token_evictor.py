@@ -12,7 +12,6 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH
 
 from ..base import warn_once
-from ..schemes.eviction import EvictionScheme
 from ..schemes.score_inputs import keep_mask
 from ..store.packing import Packed
 from ..store.requantize import keep_tokens, positions
@@ -22,7 +21,7 @@ NEVER = 1 << 62
 """Tokens that no row will ever have."""
 
 
-class TokenEvictor(Eviction[EvictionScheme]):
+class TokenEvictor(Eviction):
     """Keeps the tokens of highest score, each once and for all as the layout has it.
 
     The host works out at each prompt and trim when the next trim is due, and a first prompt that goes beyond its budget

@@ -134,7 +134,7 @@ class KVLayer(CacheLayerMixin):
         self.queries = QueryStatistics("history" in needs) if "query" in needs else None
         self.reads_tags = "tags" in needs
         self.record: TokenRecord | None = None
-        self.eviction: Eviction[Any] | None = None
+        self.eviction: Eviction | None = None
         if scheme.evicts:
             self.eviction = TierEvictor(self) if isinstance(scheme, Arkv) else TokenEvictor(self)
         self.buffer = StepBuffer(self, self.queries, self.eviction) if recordable else None

@@ -45,7 +45,7 @@ from ..store.row_lengths import row_states
 
 
 def make_plan(
-    layer: Any, room: int, before: StepPlan | None, eviction: Eviction[Any] | None, queries_per_head: int
+    layer: Any, room: int, before: StepPlan | None, eviction: Eviction | None, queries_per_head: int
 ) -> StepPlan | None:
     """The plan of a buffer that what a layer holds can lie in; None while the store holds more than that.
 
@@ -198,7 +198,7 @@ class StepBuffer(Part):
     sync: DeviceSync
     leads: bool
 
-    def __init__(self, layer: Any, queries: QueryStatistics | None, eviction: Eviction[Any] | None) -> None:
+    def __init__(self, layer: Any, queries: QueryStatistics | None, eviction: Eviction | None) -> None:
         super().__init__(layer)
         self.queries, self.eviction = queries, eviction
         self.queries_per_head = 1
