@@ -163,7 +163,7 @@ MUTANTS = [
     # Eviction.
     Mutant("evict-gamma", "eviction", RANK, "seen.mean + gamma *", "seen.mean + 0.5 * gamma *"),
     Mutant("evict-sides", "eviction", RANK, "torch.where(past, mixed[:, 0], mixed[:, 1])", "mixed.sum(1)"),
-    Mutant("evict-past", "eviction", RANK, "padding=kernel // 2)[:, 0] * past", "padding=kernel // 2)[:, 0]"),
+    Mutant("evict-past", "eviction", POLICY, "padding=kernel // 2)[:, 0] * past", "padding=kernel // 2)[:, 0]"),
     Mutant("evict-expected", "eviction", RANK, "(scale * scale / 2)", "(scale / 2)"),
     Mutant("evict-tiers", "eviction", RANK, "(best.cumsum(1) <= whole[:, None])", "(best.cumsum(1) < whole[:, None])"),
     Mutant("evict-first", "eviction", RANK, "judged = (evidence.rank >= first)", "judged = (evidence.rank >= 0)"),

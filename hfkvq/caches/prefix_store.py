@@ -30,7 +30,7 @@ from .layers.layer import KVLayer
 from .named import TriAxialCache
 from .schemes.base import Scheme
 from .schemes.preset import Preset, get_preset
-from .store import KVStore
+from .store import SIDES, KVStore
 from .store.packing import Packed
 from .tags import placeholders
 from .tags.bit_table import config_fields, differing
@@ -230,20 +230,16 @@ def gives_back(cache: MixedKVCache) -> bool:
 
     Its query stays among those that weigh channels; evictions and tags that it had a say in cannot be undone.
     """
-    return _in_pages_alone(cache) and all(map(_layer_gives_back, cache.compressed_layers))
-
-
-def _layer_gives_back(layer: KVLayer) -> bool:
-    store = layer.held()
-    if layer.eviction is not None or layer.reads_tags or not store.format.ordered:
-        return False
-    units = (store.layout.keys.unit, store.layout.values.unit)
-    return all(
-        count == 0 or min(count, left) <= left // unit * unit
-        for length, *sealed in store.states
-        for left in [length - 1 - store.layout.sink]
-        for count, unit in zip(sealed, units, strict=True)
-    )
+    for layer in cache.compressed_layers:
+        store = layer.held()
+        if layer.eviction is not None or layer.reads_tags or not store.format.ordered:
+            return False
+        for row in store.states:
+            left = row.length - 1 - store.layout.sink
+            for side, own in zip(SIDES, (store.layout.keys, store.layout.values), strict=True):
+                if row.sealed(side) and min(row.sealed(side), left) > left // own.unit * own.unit:
+                    return False
+    return _in_pages_alone(cache)
 
 
 _SAMPLES = 64
@@ -415,7 +411,13 @@ class PrefixStore:
         self._check(cache)
         description, tensors = cache.packed()
         ids = self._check_tokens(cache, ids, description["tokens"])
-        _check_padding(description, tensors)
+        starts = {name: x[START] for name, x in tensors.items() if name.endswith(".store.counters")}
+        dropped = {name: tensors[f"{name.removesuffix('counters')}dropped"] for name in starts}
+        if description["holes"] or any((x > dropped[name]).any() for name, x in starts.items()):
+            raise ValueError(
+                "cache: it was given padding, which would count as tokens of later prompts; compute the prompt without "
+                "an attention mask."
+            )
         runs, rest = cut_pages(cache, tensors)
         border, sinks, names = first_border(cache) if is_smoothed_by(cache, self.model) else None, {}, []
         if border is not None:
@@ -610,19 +612,6 @@ class PrefixStore:
                 "caches with cache.save(path)."
             )
         return ids
-
-
-def _check_padding(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    padded = [
-        name
-        for name, x in tensors.items()
-        if name.endswith(".store.counters") and (x[START] > tensors[f"{name.removesuffix('counters')}dropped"]).any()
-    ]
-    if padded or description["holes"]:
-        raise ValueError(
-            "cache: it was given padding, which would count as tokens of later prompts; compute the prompt without an "
-            "attention mask."
-        )
 
 
 def _ids(token_ids: Tensor | Sequence[int]) -> Tensor:

@@ -147,23 +147,21 @@ class TokenEvictor(Eviction):
         due = prompt.repeat_interleave(store.fold)
         due = due if policy.interval is None else due | (held >= room + policy.interval)
         left = torch.where(due, room, held)
+        weights = None
+        if "query" in policy.needs:
+            # Channels of pages that are made again are weighed by the queries shown.
+            query = store.folded(seen.query).float().abs().mean(1)
+            real = seen.real.repeat_interleave(store.fold, 0)[..., None].float()
+            weights = (query * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
         newest = max(policy.window, layer.hold)
         stays = keep_mask(shared(policy, scores, store.fold), held, left, policy.first, newest)
-        if keep_tokens(store, stays, layer.hold, self._weights(seen)):
+        if keep_tokens(store, stays, layer.hold, weights):
             layer.evicted = True
             layer.edition += 1
         if not self.asks_every_step:
             return scores
         order = stays.to(torch.int8).argsort(dim=1, descending=True, stable=True)
         return scores.gather(1, order[:, : store.longest])
-
-    def _weights(self, seen: QueryWindow) -> Tensor | None:
-        """Mean magnitude of the queries shown, by which channels of pages that are made again are weighed."""
-        if "query" not in self.policy.needs:
-            return None
-        query = self.layer.held().folded(seen.query).float().abs().mean(1)
-        real = seen.real.repeat_interleave(self.layer.held().fold, 0)[..., None].float()
-        return (query * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
 
     def pack(self) -> Packed:
         numbers, tensors = super().pack()

@@ -11,7 +11,7 @@ from hfkvq.kernels.pages import PageFormat, Side
 
 from .base import Entry, Layout, SideLayout, knob
 from .eviction import EvictionScheme
-from .score_inputs import WHOLE, Attention, Evidence, Kind, code_statistics, paper_statistics, token_scores
+from .score_inputs import WHOLE, Attention, Evidence, Kind, token_scores
 
 SEAL_UNIT = 16
 """Tokens that leave the tail together, for fewer seals; values do not depend on it, since these tokens stay whole."""
@@ -26,7 +26,7 @@ class Arkv(EvictionScheme):
     those that stay are whole is the layer's own share ρ, measured on the prompt.
 
     Paper: Lei and Ilager, arXiv:2603.08727. Eqs. (3) to (5) are `layer_statistics`, (6) and (7) `strength` and
-    `share`, (9) is `score_inputs.token_scores`, (8) and (10) are `kept`, `whole` and `ranking.tier_widths`.
+    `share`, (9) is `score_inputs.token_scores`, (8) and (10) are `kept`, `whole` and `score_inputs.tier_widths`.
     Differs from the paper: B_o is ρ of the tokens kept (eq. 8 counts tokens that Algorithm 1 evicts); the variance in
     eq. (9) is not squared; rows of a batch and their padding are told apart; precision that is lost is not bought back,
     so a token in few bits stays so and its place goes to the next whole one; optional budget in bytes, INT4 tier.
@@ -191,11 +191,25 @@ class Arkv(EvictionScheme):
         return token_scores(evidence.attention, evidence.past(self.window), self.gamma, self.stats == "paper")
 
     def layer_statistics(self, seen: Attention, past: Tensor) -> Tensor:
-        """Entropy, variance and kurtosis of each KV head by ``stats``, see `paper_statistics`: f32 (N, 3).
+        """Entropy, variance and kurtosis of each KV head by ``stats``: f32 (N, 3); ``past`` is as in `Evidence.past`.
 
-        ``past`` is as in `Evidence.past`.
+        "code": ``-Σ A log(A + 1e-10)``, ``Σ var_q A`` and ``Σ m4 / max(m2, 1e-8)²``, sums over a KV head's query heads,
+        queries and past keys. "paper": eqs. (3) to (5), of ``p_k = Σ_{h,q} A / Z`` over the past keys.
         """
-        return (code_statistics if self.stats == "code" else paper_statistics)(seen, past)
+        if self.stats == "code":
+            count = seen.count.clamp(min=1)[:, None, None]
+            kurtosis = (seen.fourths / count) / (seen.squares / count).clamp(min=1e-8).square()
+            each = torch.stack([seen.entropy, seen.variance, kurtosis], 1)
+            return (each * past[:, None, None]).sum((2, 3))
+        # Sums over queries; Z takes their number out again.
+        p = seen.mean.sum(1) * seen.count[:, None] * past
+        p = p / p.sum(1, keepdim=True).clamp(min=1e-30)
+        keys = past.sum(1, keepdim=True).clamp(min=1)
+        centred = (p - p.sum(1, keepdim=True) / keys) * past
+        second, fourth = (centred.pow(n).sum(1) / keys[:, 0] for n in (2, 4))
+        # Flat attention: 0 / 0.
+        kurtosis = torch.where(second > 0, fourth / second.square().clamp(min=1e-38), 0.0)
+        return torch.stack([-torch.special.xlogy(p, p).sum(1), second, kurtosis], 1)
 
     def strength(self, statistics: Tensor) -> Tensor:
         """Strength of a layer (eq. 6), ``o = E^(1/τ1) V^(1/τ2) κ^(1/τ3)`` of each row: f32 (B,) from (B, H, 3)."""

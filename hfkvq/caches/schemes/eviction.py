@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..base import warn_once
 from .base import Entry, Layout, Limits, Scheme, get_scheme, knob
-from .score_inputs import Evidence, Kind, expected_attention, window_scores
+from .score_inputs import Evidence, Kind, expected_attention
 
 ASKS = "scores that accumulate ask attention in every step"
 
@@ -280,8 +280,14 @@ class SnapKV(TokenEviction):
     kernel: int = knob(5, choices=(1, 3, 5, 7, 9, 11, 13), search=[1, 5, 7, 13])
 
     def scores(self, evidence: Evidence) -> Tensor:
-        """Scores ``avgpool(mean_q A)`` of the tokens before the window, averaged over query heads: f32 (N, n)."""
-        return window_scores(evidence, self.window, self.kernel)
+        """Scores ``avgpool(mean_q A)`` of the tokens before the window, averaged over query heads: f32 (N, n).
+
+        Neighbours are ``kernel`` tokens, the token itself included. Beyond the ends of what is older than the window
+        scores count as 0, and there they are 0.
+        """
+        past, kernel = evidence.past(self.window), self.kernel
+        paid = evidence.of("attention").mean(1, keepdim=True) * past[:, None]
+        return torch.nn.functional.avg_pool1d(paid, kernel, stride=1, padding=kernel // 2)[:, 0] * past
 
 
 @dataclass(frozen=True, kw_only=True)

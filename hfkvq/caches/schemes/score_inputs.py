@@ -296,17 +296,6 @@ def token_scores(seen: Attention, past: Tensor, gamma: float, joint: bool = Fals
     return torch.where(past, mixed[:, 0], mixed[:, 1])
 
 
-def window_scores(evidence: Evidence, window: int, kernel: int) -> Tensor:
-    """SnapKV's: what the newest queries pay each token older than the window, averaged over queries, heads, neighbours.
-
-    Neighbours are ``kernel`` tokens, the token itself included. Beyond the ends of what is older than the window scores
-    count as 0, and there they are 0.
-    """
-    past = evidence.past(window)
-    paid = evidence.of("attention").mean(1, keepdim=True) * past[:, None]
-    return torch.nn.functional.avg_pool1d(paid, kernel, stride=1, padding=kernel // 2)[:, 0] * past
-
-
 def expected_attention(mean: Tensor, covariance: Tensor, evidence: Evidence, first: int) -> Tensor:
     """Expected Attention's: softmax over the keys of ``s μ·k + s² kᵀΣk / 2``, s the factor on logits.
 
@@ -317,33 +306,6 @@ def expected_attention(mean: Tensor, covariance: Tensor, evidence: Evidence, fir
     logits = (mean @ keys.mT) * scale + (keys[:, None] @ covariance * keys[:, None]).sum(-1) * (scale * scale / 2)
     judged = (evidence.rank >= first) & evidence.past(0)
     return torch.softmax(logits.masked_fill(~judged[:, None], -torch.inf), -1).nan_to_num(0.0)
-
-
-def code_statistics(seen: Attention, past: Tensor) -> Tensor:
-    """Statistics of ARKV's released code: ``-Σ A log(A + 1e-10)``, ``Σ var_q A`` and ``Σ m4 / max(m2, 1e-8)²``.
-
-    Sums over a KV head's query heads, queries and past keys (`Evidence.past`), to be summed over KV heads: f32 (N, 3).
-    """
-    count = seen.count.clamp(min=1)[:, None, None]
-    kurtosis = (seen.fourths / count) / (seen.squares / count).clamp(min=1e-8).square()
-    each = torch.stack([seen.entropy, seen.variance, kurtosis], 1)
-    return (each * past[:, None, None]).sum((2, 3))
-
-
-def paper_statistics(seen: Attention, past: Tensor) -> Tensor:
-    """ARKV eqs. (3) to (5): entropy, variance and kurtosis of ``p_k = Σ_{h,q} A / Z`` over the past keys.
-
-    To be averaged over KV heads: f32 (N, 3).
-    """
-    # Sums over queries; Z takes their number out again.
-    p = seen.mean.sum(1) * seen.count[:, None] * past
-    p = p / p.sum(1, keepdim=True).clamp(min=1e-30)
-    keys = past.sum(1, keepdim=True).clamp(min=1)
-    centred = (p - p.sum(1, keepdim=True) / keys) * past
-    second, fourth = (centred.pow(n).sum(1) / keys[:, 0] for n in (2, 4))
-    # Flat attention: 0 / 0.
-    kurtosis = torch.where(second > 0, fourth / second.square().clamp(min=1e-38), 0.0)
-    return torch.stack([-torch.special.xlogy(p, p).sum(1), second, kurtosis], 1)
 
 
 def tier_widths(scores: Tensor, kept: Tensor, whole: Tensor, is_whole: Tensor, low_bits: int) -> Tensor:
