@@ -565,11 +565,6 @@ class MixedKVCache(Cache):
         """True within a first prompt that a budget has cut, or has to cut, until its last layer is done."""
         return any(layer.cuts is not None for layer in self.compressed_layers)
 
-    def reserve(self, tokens: int) -> None:
-        """Makes room for a captured step of so many tokens within the budget, if there is one."""
-        if self.budget is not None:
-            self.budget.reserve(self, tokens)
-
     # Steps.
 
     def between_steps(self, tokens: int = 1) -> None:

@@ -365,7 +365,8 @@ class StepGraphs:
             return False, None
         if sync.stale:
             sync.catch_up()
-        cache.reserve(step.tokens)
+        if cache.budget is not None:
+            cache.budget.reserve(cache, step.tokens)
         buffers = self.find_room(step.tokens)
         if buffers is None:
             return False, None

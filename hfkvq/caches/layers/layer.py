@@ -673,12 +673,6 @@ class KVLayer(CacheLayerMixin):
         if self.eviction is not None:
             self.eviction.after_crop()
 
-    def forget_forward(self) -> None:
-        """Forgets an interrupted forward: nobody asks for its masks and queries any longer."""
-        self.new_columns = 0
-        if self.eviction is not None:
-            self.eviction.pending = None
-
     def take_rows(self, rows: Tensor, change: Callable[[Tensor], None]) -> None:
         """Rows become those of these numbers (i64 (B',)), in the store by a verb of its own."""
         change(rows)

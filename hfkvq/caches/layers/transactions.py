@@ -60,7 +60,10 @@ def level(layers: Sequence[Any], seen: Callable[[Any], int | None], least: int, 
 
     def own(layer: Any) -> None:
         layer.crop_alone(ahead[id(layer)])
-        layer.forget_forward()
+        # Masks and queries of an interrupted forward are of no use any longer.
+        layer.new_columns = 0
+        if layer.eviction is not None:
+            layer.eviction.pending = None
 
     _change(
         [layer for layer in layers if ahead[id(layer)] > 0],

@@ -162,13 +162,6 @@ class KVStore:
         rows, heads, *rest = x.shape
         return x.reshape(rows // self.fold, heads * self.fold, *rest)
 
-    def _folded_padding(self, padding: Padding | None) -> Padding | None:
-        """Padding of the layer's rows, for each of the store's."""
-        if padding is None or self.fold == 1:
-            return padding
-        source = None if padding.source is None else padding.source.repeat_interleave(self.fold, 0)
-        return Padding(padding.lead.repeat_interleave(self.fold), padding.amounts, source)
-
     def rows_of(self, rows: Tensor) -> Tensor:
         """Rows of the store that belong to rows of the layer: i64 (B',) to (B' * fold,)."""
         if self.fold == 1:
@@ -317,7 +310,10 @@ class KVStore:
         tags: ColumnTags | None = None,
     ) -> None:
         """Takes a prompt: seals what may be sealed straight from it and keeps the rest in the windows."""
-        keys, values, padding = self.folded(keys), self.folded(values), self._folded_padding(padding)
+        keys, values = self.folded(keys), self.folded(values)
+        if padding is not None and self.fold > 1:
+            each = None if padding.source is None else padding.source.repeat_interleave(self.fold, 0)
+            padding = Padding(padding.lead.repeat_interleave(self.fold), padding.amounts, each)
         if padding is not None and padding.source is not None:
             source = padding.source[:, None, :, None]
             keys = keys.gather(2, source.expand_as(keys))
