@@ -14,8 +14,7 @@ import torch
 import triton
 
 from hfkvq.kernels import PageFormat, StoreFormat, append, seal_side
-from hfkvq.kernels.append import _append
-from hfkvq.kernels.seal import _seal
+from hfkvq.kernels.dispatch import reference
 from hfkvq.kernels.triton.seal import channel, token
 from hfkvq.kernels.triton.seal import launch as engine
 
@@ -68,12 +67,17 @@ def call(spec, side, choose, tokens, batch=1, dtype=torch.bfloat16, bad=False, d
     return parts, (table, count, new, source, index, widths), fmt, side, choose
 
 
+def seal(parts, args, fmt, side, rule, q_abs=None, run=engine.seal_triton):
+    *places, source, index, widths = args
+    run(source, index, parts, *places, fmt, side, rule or "", q_abs, widths, None, None)
+
+
 def check(name, spec, side, choose, tokens, **kwargs):
     parts, args, fmt, side, rule = call(spec, side, choose, tokens, **kwargs)
     ours = [part.clone() for part in parts]
     q_abs = torch.rand(args[3].shape[0], HEADS, args[3].shape[3], device=DEVICE) if rule else None
     seal_side(ours, *args[:-1], fmt, side, rule, q_abs, widths=args[-1])
-    _seal._init_fn(parts, *args, fmt.spec, side, rule or "", q_abs)
+    seal(parts, args, fmt, side, rule, q_abs, reference("seal"))
     bad = []
     for part, a, b in zip(fmt.names, ours, parts, strict=True):
         a, b = (x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (a, b))
@@ -113,7 +117,7 @@ def bulk(name, spec, side, choose, tokens=32768, batch=1):
 
     def once():
         turn.reverse()
-        engine.seal_triton(parts, *args[:3], turn[0], *args[4:], fmt.spec, side, rule or "", None, None)
+        seal(parts, (*args[:3], turn[0], *args[4:]), fmt, side, rule)
 
     us = timed(once)
     print(f"{name:32} {spec:20} {batch} x {tokens:6}: {us:8.1f} us, {source.nbytes / us / 1e3:7.0f} GB/s read")
@@ -135,7 +139,7 @@ def steps():
             ours = [x.clone() for x in (counters, *windows)]
             append(*new, ours[0], ours[1:], store)
             expected = [x.clone() for x in (counters, *windows)]
-            _append._init_fn(*new, expected[0], expected[1:], rotate, rotate)
+            reference("append")(*new, expected[0], expected[1:], rotate, rotate)
             same = all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
             us = timed(lambda: append(*new, counters, windows, store))  # noqa: B023
             print(f"append batch {batch:2}, rotation {rotate:3}: {us:6.2f} us, {'equal' if same else 'DIFFERENT'}")
@@ -145,9 +149,9 @@ def steps():
             parts, args, fmt, side, rule = call(spec, side, choose, 128, batch)
             if not whole:
                 args = (*args[:2], args[2] * 0 + 1, args[3], args[4][:, :1].contiguous(), None)
-            us = timed(lambda: engine.seal_triton(parts, *args, fmt.spec, side, rule or "", None, None))  # noqa: B023
+            us = timed(lambda: seal(parts, args, fmt, side, rule))  # noqa: B023
             idle = (*args[:2], args[2] * 0, *args[3:])
-            none = timed(lambda: engine.seal_triton(parts, *idle, fmt.spec, side, rule or "", None, None))  # noqa: B023
+            none = timed(lambda: seal(parts, idle, fmt, side, rule))  # noqa: B023
             print(f"step: {name:14} batch {batch:2}: {us:6.2f} us for {'a page' if whole else 'a token'}, "
                   f"{none:5.2f} us with nothing due")  # fmt: skip
 

@@ -183,7 +183,7 @@ MUTANTS = [
         "attend-sides",
         "attention",
         DECODE,
-        "if form.ordered and not (alike and torch.equal(counters[RUNS], counters[RUNS + 1])):\n",
+        "if store.ordered and not (alike and torch.equal(counters[RUNS], counters[RUNS + 1])):\n",
         "if False:\n",
     ),
     Mutant("attend-scaling", "masks", ATTEND, "shape[-1] ** -0.5 if scaling is None else scaling", "shape[-1] ** -0.5"),

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from .decode import LENGTH
-from .dispatch import call, define, triton_slot
+from .dispatch import launched
 from .hadamard import hadamard
 from .pages import StoreFormat
 
 
-@define("append", mutates=("counters", "windows"))
+@launched("append:append_triton")
 def _append(
     keys: Tensor,
     values: Tensor,
@@ -51,9 +51,6 @@ def _append(
         counters[LENGTH] += tokens
 
 
-triton_slot("append", "append:append_triton")
-
-
 def append(
     keys: Tensor,
     values: Tensor,
@@ -82,4 +79,4 @@ def append(
     if keys.shape[2] > room:
         raise ValueError(f"keys: got {keys.shape[2]} tokens, allowed at most {room}, the slots of the shorter tail.")
     if keys.shape[2]:
-        call(_append, keys, keys, values, counters, list(windows), store.rotate_keys, store.rotate_values, rows)
+        _append(keys, values, counters, windows, store.rotate_keys, store.rotate_values, rows)

@@ -49,11 +49,19 @@ def compile_layers(
     Returns:
         Name of each kernel, and the compiler's error or "".
     """
-    if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
+    own = _variants(device)
+    if own is None:
         return []
-    own: Any = importlib.import_module("hfkvq.kernels.triton.variants")
+    if absent is not None:
+        own.leave_gpu_alone(own.GPUS[absent])
     plain = dict.fromkeys((normal(plan), *rest) for plan, *rest in layers)
-    return own.compile_layers(list(plain), device, tuple(steps), absent, around, slots)
+    every = [
+        each
+        for plan, heads, rule, smooths in plain
+        for each in own.wanted(plan, heads, rule, tuple(steps), device, smooths, slots)
+    ]
+    every += own.fused_wanted(*around, device) if around else ()
+    return own.compile_all(every, device if absent is None else None)
 
 
 def compile_prompts(
@@ -80,10 +88,18 @@ def compile_prompts(
     Returns:
         Name of each kernel, and the compiler's error or "".
     """
-    if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
+    own = _variants(device)
+    if own is None:
         return []
+    return own.compile_all(list(own.prompts_wanted(form, sizes, dtype, device, rule, sums, balances, slots)), device)
+
+
+def _variants(device: torch.device) -> Any:
+    """Module `triton.variants`; None where nothing is compiled."""
+    if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
+        return None
     own: Any = importlib.import_module("hfkvq.kernels.triton.variants")
-    return own.compile_prompts(form, sizes, dtype, device, rule, sums, balances, slots)
+    return None if own.INTERPRETED.value else own
 
 
 def normal(plan: StepPlan) -> StepPlan:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dispatch import Keep, call, define, triton_slot
+from .dispatch import Keep, launched, reference
 from .hadamard import hadamard
 from .pages import RunView, Side, StoreFormat, split_runs
 from .products import run_pages, table_pages
@@ -93,92 +93,6 @@ def dense_columns(store: StoreFormat, windows: Sequence[Tensor], runs: Sequence[
     return torch.cat([*parts, tail.float()], 2)
 
 
-def _ring_to_ring(probs: Tensor, where: Tensor, length: int, other: int, sink: int) -> Tensor:
-    """Probabilities (B, H, r, N) whose tail of ``length`` slots becomes one of ``other`` slots with the same tokens."""
-    slot = torch.where(where[:, -length:] > ABSENT, (where[:, -length:] - sink) % other, other).long()[:, None, None]
-    ring = probs.new_zeros((*probs.shape[:-1], other + 1))
-    ring.scatter_(-1, slot.expand(*probs.shape[:-1], -1), probs[..., -length:])
-    return torch.cat([probs[..., :-length], ring[..., :other]], -1)
-
-
-@define("decode_attention")
-def _decode_attention(
-    q: Tensor,
-    counters: Tensor,
-    windows: Sequence[Tensor],
-    runs: Sequence[Tensor],
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-    store: str,
-    early: bool = False,
-    rows: Tensor | None = None,
-) -> Tensor:
-    form = StoreFormat.parse(store)
-    views = split_runs(form, runs)
-    if form.latent:
-        return _latent_attention(q, counters, windows, views, scaling, (mask, sinks, softcap), form)
-    windows = windows if rows is None else [window[rows.long()] for window in windows]
-    sink_k, sink_v, tail_k, tail_v = windows
-    batch, query_heads, queries, head_dim = q.shape
-    heads, value_dim = sink_k.shape[1], sink_v.shape[-1]
-    share = query_heads // heads
-    longest = form.sink + views[0].table.shape[1] * form.runs[0][0].page_size + max(tail_k.shape[2], tail_v.shape[2])
-    views, before = newest_pages(form, counters, views, form.window + queries - 1)
-
-    def counted(run: int, side: Side) -> Tensor:
-        count = run_count(counters, run, side)
-        return count if before is None else count - before
-
-    q_rows = hadamard(q.float(), form.rotate_keys).mul(scaling).reshape(batch, heads, share * queries, head_dim)
-
-    where = column_positions(form, counters, views, tail_k.shape[2], "keys", before)
-    logits = torch.cat(
-        [
-            q_rows @ sink_k.float().transpose(-1, -2),
-            *(
-                q_rows @ run_pages(run.table, counted(i, "keys"), run.keys, formats[0], "keys", head_dim).mT
-                for i, (run, formats) in enumerate(zip(views, form.runs, strict=True))
-            ),
-            q_rows @ tail_k.float().transpose(-1, -2),
-        ],
-        -1,
-    )
-    logits = logits.view(batch, heads, share, queries, -1)
-    probs = visible_probs(logits, where, counters, mask, sinks, softcap, form.window)
-
-    alike = tail_k.shape[2] == tail_v.shape[2] and not counters.is_cuda
-    if form.ordered and not (alike and torch.equal(counters[RUNS], counters[RUNS + 1])):
-        # Keys and values leave the tail at different steps, so probabilities go through row positions.
-        by_row = probs.new_zeros((*probs.shape[:-1], longest + 1))
-        at = torch.where(where > ABSENT, where, longest).long()[:, None, None]
-        by_row.scatter_(-1, at.expand_as(probs), probs)
-        by_row[..., longest] = 0.0
-        where = column_positions(form, counters, views, tail_v.shape[2], "values", before)
-        at = torch.where(where > ABSENT, where, longest).long()[:, None, None]
-        probs = by_row.gather(-1, at.expand(*probs.shape[:-1], -1))
-    elif tail_k.shape[2] != tail_v.shape[2]:
-        probs = _ring_to_ring(probs, where, tail_k.shape[2], tail_v.shape[2], form.sink)
-        where = column_positions(form, counters, views, tail_v.shape[2], "values")
-
-    sizes = [form.sink, *(run.table.shape[1] * fmt.page_size for run, (fmt, _) in zip(views, form.runs, strict=True))]
-    parts = probs.split([*sizes, tail_v.shape[2]], -1)
-    has = (where > ABSENT)[:, None, :, None]
-    last = has.shape[2] - tail_v.shape[2]
-    out = parts[0] @ sink_v.float().masked_fill(~has[:, :, : form.sink], 0.0)
-    out = out + parts[-1] @ tail_v.float().masked_fill(~has[:, :, last:], 0.0)
-    for i, (run, formats) in enumerate(zip(views, form.runs, strict=True)):
-        fmt = formats[1]
-        dense, slot = table_pages(run.values, run.table, fmt, "values", value_dim), parts[1 + i]
-        # Values are masked, not multiplied by 0: a reserved page may hold NaN.
-        column = torch.arange(slot.shape[-1], device=q.device).view(-1, 1, fmt.page_size, 1)
-        dense = dense.masked_fill(column >= counted(i, "values")[:, None, None, None, None], 0.0)
-        slot = slot.unflatten(-1, (-1, fmt.page_size)).permute(0, 3, 1, 2, 4)
-        out = out + (slot @ dense).sum(1)
-    return hadamard(out, form.rotate_values).view(batch, query_heads, queries, value_dim).to(q.dtype)
-
-
 def visible_probs(
     logits: Tensor,
     where: Tensor,
@@ -230,9 +144,6 @@ def visible_probs(
     return (probs / total.clamp(min=1e-30)).flatten(2, 3)
 
 
-triton_slot("decode_attention", "decode:decode_attention_triton")
-
-
 def _latent_attention(
     q: Tensor,
     counters: Tensor,
@@ -254,6 +165,7 @@ def _latent_attention(
     return hadamard(out, form.rotate_keys).view(batch, heads, queries, dim).to(q.dtype)
 
 
+@launched("decode:decode_attention_triton")
 def decode_attention(
     q: Tensor,
     counters: Tensor,
@@ -303,13 +215,71 @@ def decode_attention(
         early: whether q was there before `step.advance` was launched, since which it has not been written: then it is
             read while the launch before this one still runs.
         rows: i32 (B,), the row of the windows that each row has, of any number of them; None where row b has row b.
-        keep: see `dispatch.call`; a call that takes queries, mask and sinks.
+        keep: see `dispatch.Keep`; a call that takes queries, mask and sinks.
         out: (B, Hq, Q, Dv), in the dtype of q: written, and returned. Not with ``keep``.
 
     Returns:
         (B, Hq, Q, Dv) in the dtype of q; 0 for queries that see nothing. Means of latents, which the values' matrix is
         still to meet, are (B, Hq, Q, D).
     """
-    rest = list(windows), list(runs), mask, sinks, scaling, softcap, store.spec, early, rows
-    found = call(_decode_attention, q, q, counters, *rest, keep=keep, out=out)
-    return found if out is None or found is out else out.copy_(found)
+    if out is not None:
+        given = counters, windows, runs, mask, sinks, scaling, softcap, store, early, rows
+        return out.copy_(reference("decode_attention")(q, *given))
+    views = split_runs(store, runs)
+    if store.latent:
+        return _latent_attention(q, counters, windows, views, scaling, (mask, sinks, softcap), store)
+    windows = windows if rows is None else [window[rows.long()] for window in windows]
+    sink_k, sink_v, tail_k, tail_v = windows
+    batch, query_heads, queries, head_dim = q.shape
+    heads, value_dim = sink_k.shape[1], sink_v.shape[-1]
+    share = query_heads // heads
+    longest = store.sink + views[0].table.shape[1] * store.runs[0][0].page_size + max(tail_k.shape[2], tail_v.shape[2])
+    views, before = newest_pages(store, counters, views, store.window + queries - 1)
+
+    def counted(run: int, side: Side) -> Tensor:
+        count = run_count(counters, run, side)
+        return count if before is None else count - before
+
+    q_rows = hadamard(q.float(), store.rotate_keys).mul(scaling).reshape(batch, heads, share * queries, head_dim)
+
+    where = column_positions(store, counters, views, tail_k.shape[2], "keys", before)
+    logits = torch.cat(
+        [
+            q_rows @ sink_k.float().transpose(-1, -2),
+            *(
+                q_rows @ run_pages(run.table, counted(i, "keys"), run.keys, formats[0], "keys", head_dim).mT
+                for i, (run, formats) in enumerate(zip(views, store.runs, strict=True))
+            ),
+            q_rows @ tail_k.float().transpose(-1, -2),
+        ],
+        -1,
+    )
+    logits = logits.view(batch, heads, share, queries, -1)
+    probs = visible_probs(logits, where, counters, mask, sinks, softcap, store.window)
+
+    alike = tail_k.shape[2] == tail_v.shape[2] and not counters.is_cuda
+    if store.ordered and not (alike and torch.equal(counters[RUNS], counters[RUNS + 1])):
+        # Keys and values leave the tail at different steps, so probabilities go through row positions.
+        by_row = probs.new_zeros((*probs.shape[:-1], longest + 1))
+        at = torch.where(where > ABSENT, where, longest).long()[:, None, None]
+        by_row.scatter_(-1, at.expand_as(probs), probs)
+        by_row[..., longest] = 0.0
+        where = column_positions(store, counters, views, tail_v.shape[2], "values", before)
+        at = torch.where(where > ABSENT, where, longest).long()[:, None, None]
+        probs = by_row.gather(-1, at.expand(*probs.shape[:-1], -1))
+
+    sizes = [store.sink, *(run.table.shape[1] * fmt.page_size for run, (fmt, _) in zip(views, store.runs, strict=True))]
+    parts = probs.split([*sizes, tail_v.shape[2]], -1)
+    has = (where > ABSENT)[:, None, :, None]
+    last = has.shape[2] - tail_v.shape[2]
+    found = parts[0] @ sink_v.float().masked_fill(~has[:, :, : store.sink], 0.0)
+    found = found + parts[-1] @ tail_v.float().masked_fill(~has[:, :, last:], 0.0)
+    for i, (run, formats) in enumerate(zip(views, store.runs, strict=True)):
+        fmt = formats[1]
+        dense, slot = table_pages(run.values, run.table, fmt, "values", value_dim), parts[1 + i]
+        # Values are masked, not multiplied by 0: a reserved page may hold NaN.
+        column = torch.arange(slot.shape[-1], device=q.device).view(-1, 1, fmt.page_size, 1)
+        dense = dense.masked_fill(column >= counted(i, "values")[:, None, None, None, None], 0.0)
+        slot = slot.unflatten(-1, (-1, fmt.page_size)).permute(0, 3, 1, 2, 4)
+        found = found + (slot @ dense).sum(1)
+    return hadamard(found, store.rotate_values).view(batch, query_heads, queries, value_dim).to(q.dtype)

@@ -1,4 +1,4 @@
-"""One dispatch point for every operation, PyTorch's own: a torch reference anywhere, Triton where registered."""
+"""One dispatch point for every operation: a torch reference anywhere, a Triton launcher where kernels run."""
 
 from __future__ import annotations
 
@@ -6,26 +6,20 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
 
 Keep = Callable[[Callable[..., Any]], None]
 """Takes a call that a launcher has made ready: of the same shapes, over tensors that stay where they are."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_OPS: dict[str, CustomOpDef] = {}
 _REFERENCES: dict[str, Callable[..., Any]] = {}
-_INTERPRETED: set[str] = set()
-_LAUNCHERS: dict[str, Callable[..., Any]] = {}
-# Device types on which ops that have a kernel take it.
+# Device types on which operations take their kernels.
 _KERNELS_ON = {"cuda": True, "cpu": False}
-# Leaving these contexts would switch the kernels on again, so they are kept.
-_SWITCHED_OFF: list[contextlib.AbstractContextManager[None]] = []
 
 
 def exact(function: Callable[P, R]) -> Callable[P, R]:
@@ -39,20 +33,6 @@ def exact(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return run
-
-
-def define(name: str, mutates: Iterable[str] = ()) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Makes a function the reference body of the custom op ``hfkvq::name``."""
-
-    def wrap(function: Callable[..., Any]) -> CustomOpDef:
-        body: Any = exact(function)
-        # PyTorch reads the op's schema from types, which are names of the function's own module.
-        body.__signature__ = inspect.signature(function, eval_str=True)
-        op: Any = torch.library.custom_op(f"hfkvq::{name}", body, mutates_args=tuple(mutates))
-        _OPS[name], _REFERENCES[name] = op, body
-        return op
-
-    return wrap
 
 
 def reference(name: str) -> Callable[..., Any]:
@@ -78,77 +58,47 @@ def _imported(launcher: str) -> Callable[..., Any]:
     return run
 
 
-def launched(launcher: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def launched(launcher: str, fake: Callable[..., Any] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a function the reference of an operation, whose launcher takes the same arguments, a tensor first.
 
-    It is no op of PyTorch's: for operations that no graph records, and that nothing differentiates.
+    With a ``fake``, which makes the result's shapes alone, it is an op of PyTorch's as well: where a compiler traces,
+    gradients are wanted or something else looks on. Elsewhere PyTorch's dispatcher is passed by, which takes some
+    twenty microseconds, more than a launch.
     """
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
         body, kernel = exact(function), _imported(launcher)
-        _REFERENCES[function.__name__] = body
+        name = function.__name__.lstrip("_")
+        _REFERENCES[name] = body
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             first: Any = args[0]
-            plain = type(first) is Tensor and not torch._C._len_torch_dispatch_stack()
-            return (kernel if plain and _is_kernels_own(first) else body)(*args, **kwargs)
+            return (kernel if is_direct(first) else body)(*args, **kwargs)
 
-        return run
+        if fake is None:
+            return run
+        # PyTorch reads the op's schema from types, which are names of the function's own module.
+        run.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
+        op: Any = torch.library.custom_op(f"hfkvq::{name}", run, mutates_args=())
+        op.register_fake(fake)
+
+        @functools.wraps(function)
+        def observed(*args: P.args, **kwargs: P.kwargs) -> R:
+            first: Any = args[0]
+            asked = torch.compiler.is_compiling() or (first.requires_grad and torch.is_grad_enabled())
+            if asked or type(first) is not Tensor or first.is_meta or torch._C._len_torch_dispatch_stack():
+                return op(*args, **kwargs)
+            return run(*args, **kwargs)
+
+        return observed
 
     return wrap
 
 
-def triton_slot(name: str, launcher: str) -> None:
-    """Registers a launcher as the CUDA kernel of an op, see `_imported`.
-
-    It is registered, switched off, for the CPU as well, where `use_interpreter` can switch it on under Triton's
-    interpreter.
-    """
-    found, op = _imported(launcher), _OPS[name]
-    defaults = [each.default for each in inspect.signature(_REFERENCES[name]).parameters.values()]
-
-    def run(*args: Any, **direct: Any) -> Any:
-        # PyTorch leaves out what is as the schema has it.
-        return found(*args, *defaults[len(args) :], **direct)
-
-    _LAUNCHERS[name] = run
-    op.register_kernel("cuda")(run)
-    op.register_kernel("cpu")(run)
-    off = op.set_kernel_enabled("cpu", enabled=False)
-    off.__enter__()
-    _SWITCHED_OFF.append(off)
-    _INTERPRETED.add(name)
-
-
-def call(op: CustomOpDef, first: Tensor, *args: Any, **direct: Any) -> Any:
-    """Calls an op as ``op(*args)``, past PyTorch's dispatcher where nothing looks on.
-
-    The dispatcher takes some twenty microseconds for an op like these, more than a launch. It is needed while a graph
-    is recorded, for tensor subclasses, and where gradients are.
-
-    Args:
-        op: what `define` returned.
-        first: a tensor of the arguments, whose device decides.
-        **direct: arguments of a launcher alone, where the call goes straight to it: ``keep``, given by those who call
-            again and again, and ``out``, which it may write its result to.
-    """
-    if not _is_unobserved(first):
-        return op(*args)
-    name = op._name
-    if name in _LAUNCHERS and _is_kernels_own(first):
-        return _LAUNCHERS[name](*args, **direct)
-    return _REFERENCES[name](*args)
-
-
 def is_direct(first: Tensor) -> bool:
-    """True where `call` goes straight to a launcher: then what it was given to `Keep` stands for the call."""
-    return _is_unobserved(first) and _is_kernels_own(first)
-
-
-def _is_unobserved(first: Tensor) -> bool:
-    plain = type(first) is Tensor and not first.is_meta and not (first.requires_grad and torch.is_grad_enabled())
-    return plain and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+    """True where an operation goes straight to its launcher: then what it was given to `Keep` stands for the call."""
+    return type(first) is Tensor and not torch._C._len_torch_dispatch_stack() and _is_kernels_own(first)
 
 
 def _is_kernels_own(first: Tensor) -> bool:
@@ -158,15 +108,11 @@ def _is_kernels_own(first: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _enabled(device: str, enabled: bool) -> Iterator[None]:
-    before = _KERNELS_ON[device]
-    with contextlib.ExitStack() as stack:
-        for name in sorted(_INTERPRETED):
-            stack.enter_context(_OPS[name].set_kernel_enabled(device, enabled=enabled))
-        _KERNELS_ON[device] = enabled
-        try:
-            yield
-        finally:
-            _KERNELS_ON[device] = before
+    before, _KERNELS_ON[device] = _KERNELS_ON[device], enabled
+    try:
+        yield
+    finally:
+        _KERNELS_ON[device] = before
 
 
 def use_reference() -> contextlib.AbstractContextManager[None]:

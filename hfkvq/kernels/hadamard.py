@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import call, define, triton_slot
+from .dispatch import launched
 
 
 def factor_of(rotate: int) -> float:
@@ -35,7 +35,12 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.clamp(-limit, limit) if dtype == torch.float16 else x).to(dtype)
 
 
-@define("hadamard")
+def _empty_like(x: Tensor, block: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+# The size of a cache is found on the meta device.
+@launched("hadamard:hadamard_triton", fake=_empty_like)
 def _hadamard(x: Tensor, block: int) -> Tensor:
     # Butterflies, not a matmul: a library's order of sums depends on the shape, and then a token's bits would depend
     # on the chunk and the batch it came in.
@@ -44,15 +49,6 @@ def _hadamard(x: Tensor, block: int) -> Tensor:
         upper, lower = y.unflatten(-1, (-1, 2, step)).unbind(-2)
         y, step = torch.stack([upper + lower, upper - lower], -2).flatten(-3), 2 * step
     return saturated((y * block**-0.5).flatten(-2), x.dtype)
-
-
-# The size of a cache is found on the meta device.
-@_hadamard.register_fake
-def _(x: Tensor, block: int) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-triton_slot("hadamard", "hadamard:hadamard_triton")
 
 
 def hadamard(x: Tensor, block: int) -> Tensor:
@@ -65,4 +61,4 @@ def hadamard(x: Tensor, block: int) -> Tensor:
     Returns:
         (..., D) in the dtype of ``x``; the greatest number of f16 where that is exceeded.
     """
-    return call(_hadamard, x, x, block) if block else x
+    return _hadamard(x, block) if block else x

@@ -67,12 +67,10 @@ class MaskKind(NamedTuple):
 
     Attributes:
         kind: 0 for none, 1 for a mask of bytes, 2 for one that is added.
-        dtype: its dtype, None for none.
         strides: by row, head, query and column; 0 where it broadcasts.
     """
 
     kind: int = 0
-    dtype: torch.dtype | None = None
     length: int = 1
     strides: tuple[int, ...] = (0, 0, 0, 0)
 
@@ -83,7 +81,7 @@ def mask_kind(mask: Tensor) -> MaskKind:
     if known is not None:
         return known
     strides = tuple([stride if size > 1 else 0 for stride, size in zip(mask.stride(), mask.shape, strict=True)])
-    found = MaskKind(2 if mask.is_floating_point() else 1, mask.dtype, getattr(mask, ROOM, mask.shape[-1]), strides)
+    found = MaskKind(2 if mask.is_floating_point() else 1, getattr(mask, ROOM, mask.shape[-1]), strides)
     if has_room(mask):
         setattr(mask, KIND, found)
     return found

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch import Keep, call, define, triton_slot
+from .dispatch import Keep, launched
 from .groups import F16_MAX, Groups
 from .norms import BALANCE, Balance, page_norms
 from .pages import PageFormat, Side
@@ -140,22 +140,22 @@ def _widths_of_ranges(keys: Tensor, fmt: PageFormat, q_abs: Tensor | None, rule:
     return torch.empty_like(bits).scatter_(-1, order, bits)
 
 
-@define("seal", mutates=("parts",))
+@launched("seal:seal_triton")
 def _seal(
+    source: Tensor,
+    index: Tensor,
     parts: Sequence[Tensor],
     table: Tensor,
     count: Tensor,
     new: Tensor,
-    source: Tensor,
-    index: Tensor,
-    widths: Tensor | None,
-    fmt: str,
-    side: str,
+    form: PageFormat,
+    side: Side,
     choose: str,
     q_abs: Tensor | None,
-    norm: Tensor | None = None,
+    widths: Tensor | None,
+    norm: Tensor | None,
+    keep: Keep | None = None,
 ) -> None:
-    form = PageFormat.parse(fmt)
     page = form.page_size
     step = page if form.whole else 1
     due = torch.arange(0, index.shape[1], step, device=index.device) < new[:, None]
@@ -173,7 +173,7 @@ def _seal(
             weight = None if q_abs is None else q_abs[row]
             chosen = channel_widths(x[:, :, None], form, choose, weight)[:, :, 0]
         own = None if norm is None else norm[row, :, block]
-        made = quantize_pages(x, form, "keys" if side == "keys" else "values", chosen, own)
+        made = quantize_pages(x, form, side, chosen, own)
         for part, new_part in zip(parts, made, strict=True):
             # Channels that stay whole come in float32 from pages that are made again.
             part[ids] = new_part.to(part.dtype)
@@ -188,9 +188,6 @@ def _seal(
             part[ids, :, slot] = made[:, :, 0].to(part.dtype)
         else:
             part[ids, :, :, slot] = made[:, :, 0]
-
-
-triton_slot("seal", "seal:seal_triton")
 
 
 def seal_side(
@@ -227,7 +224,7 @@ def seal_side(
         query: f32 (B, H, D), mean magnitudes of queries, which weigh channels under ``rule``; None for keys alone.
         balance: how normed pages are balanced, see `page_norms`.
         widths: u8 (B, H, m/G, D), bits of each channel of each new page, instead of a rule (see `quantize_pages`).
-        keep: see `dispatch.call`; a call that takes nothing.
+        keep: see `dispatch.Keep`; a call that takes nothing.
 
     Raises:
         ValueError: an unknown rule, or a rule and widths.
@@ -238,5 +235,5 @@ def seal_side(
         if widths is not None:
             raise ValueError("rule: got a rule and widths; pass one of them.")
     norm = page_norms(source, index, fmt.axis, fmt.page_size, *balance, new) if fmt.normed else None
-    rest = source, index, widths, fmt.spec, side, rule, query if rule else None, norm
-    call(_seal, source, list(parts), table, count, new, *rest, keep=keep)
+    weight = query if rule else None
+    _seal(source, index, parts, table, count, new, fmt, side, rule, weight, widths, norm, keep)

@@ -5,31 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import call, define, triton_slot
+from .dispatch import launched
 from .hadamard import saturated
 
 SHIFT, FACTOR, SCALE = 0, 1, 2
 """Rows of smoothing vectors: what is taken from keys, what keys are then multiplied by, and its inverse for queries."""
 
 
-@define("smooth")
-def _smooth(q: Tensor, k: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    kind = torch.promote_types(k.dtype, torch.float32)
-    shift, factor, scale = vectors.to(kind)[:, :, None]
-    heads = k.shape[1]
-    queries = (q.to(kind).unflatten(1, (heads, -1)) * scale[:, None]).flatten(1, 2)
-    found = saturated(queries, q.dtype), saturated((k.to(kind) - shift) * factor, k.dtype)
-    return found[0].contiguous(), found[1].contiguous()
-
-
-@_smooth.register_fake
-def _(q: Tensor, k: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+def _empty(q: Tensor, k: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
 
 
-triton_slot("smooth", "smooth:smooth_triton")
-
-
+@launched("smooth:smooth_triton", fake=_empty)
 def smooth(q: Tensor, k: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Smooths keys and the queries that attend to them: ``k' = (k - shift) * factor``, ``q' = q / factor``.
 
@@ -44,7 +31,12 @@ def smooth(q: Tensor, k: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Queries and keys of the same shapes and dtypes, contiguous.
     """
-    return call(_smooth, k, q, k, vectors)
+    kind = torch.promote_types(k.dtype, torch.float32)
+    shift, factor, scale = vectors.to(kind)[:, :, None]
+    heads = k.shape[1]
+    queries = (q.to(kind).unflatten(1, (heads, -1)) * scale[:, None]).flatten(1, 2)
+    found = saturated(queries, q.dtype), saturated((k.to(kind) - shift) * factor, k.dtype)
+    return found[0].contiguous(), found[1].contiguous()
 
 
 def unsmooth(k: Tensor, vectors: Tensor) -> Tensor:

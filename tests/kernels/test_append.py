@@ -91,11 +91,3 @@ def test_more_tokens_than_slots():
     new, counters, windows = arguments(18, 4)
     with pytest.raises(ValueError, match="allowed at most 17"):
         append(*new, counters, windows, store_of(4))
-
-
-@pytest.mark.interpreted
-def test_opcheck(backend):
-    new, counters, windows = arguments(3, 4)
-    windows = [x.zero_().to(backend) for x in windows]
-    call = [x.to(backend) for x in (*new, counters)]
-    torch.library.opcheck(torch.ops.hfkvq.append.default, (*call, windows, 16, 16))

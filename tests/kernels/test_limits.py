@@ -43,11 +43,6 @@ def test_programs_that_fit(capability, registers, warps, shared, programs):
     assert programs_that_fit(LIMITS[capability], registers, warps, shared) == programs
 
 
-def test_limits_are_those_that_are_compiled_for():
-    found = {(gpu.major, gpu.minor): gpu.shared_memory_per_multiprocessor for gpu in GPUS.values()}
-    assert found == {capability: limits.shared for capability, limits in LIMITS.items()}
-
-
 def test_what_was_counted_fits():
     """Every kernel runs, and splits are made for no more programs of attention than run side by side."""
     found = rows()

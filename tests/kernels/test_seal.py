@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfkvq.kernels import PageFormat, channel_widths, page_norms, seal_side
-from hfkvq.kernels.seal import _seal
+from hfkvq.kernels.dispatch import reference
 from tests.kernels.stores import poison
 
 # NumPy remarks on what the rules say: infinity times 0 in a constant group, the range of a group of NaN.
@@ -98,7 +98,9 @@ def norms(call, spec):
 def by_reference(parts, call, spec, side):
     """What the reference makes of the pages."""
     made = [part.clone() for part in parts]
-    _seal._init_fn(made, *call, spec, side, "", None, norms(call, spec))
+    *places, source, index, widths = call
+    rest = PageFormat.parse(spec), side, "", None, widths, norms(call, spec)
+    reference("seal")(source, index, made, *places, *rest)
     return made
 
 
@@ -283,13 +285,3 @@ def test_only_what_is_due_is_written(backend, spec, side, head_dim):
         assert torch.equal(part.view(torch.uint8)[rest], before.view(torch.uint8)[rest])
         if part.dim() == 4 and part.shape[0] == ROWS * PAGES + 1:
             assert not torch.equal(part.view(torch.uint8)[sorted(due)], before.view(torch.uint8)[sorted(due)])
-
-
-@pytest.mark.interpreted
-def test_opcheck(backend):
-    spec = "2c32p64n"
-    parts, *call = arguments(spec, "keys", 80, torch.float32)
-    parts = [part.zero_().to(backend) for part in parts]
-    norm = norms(call, spec)
-    call = [None if x is None else x.to(backend) for x in (*call, norm)]
-    torch.library.opcheck(torch.ops.hfkvq.seal.default, (parts, *call[:-1], spec, "keys", "", None, call[-1]))

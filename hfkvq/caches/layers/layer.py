@@ -82,7 +82,8 @@ class KVLayer(CacheLayerMixin):
         evicted: whether tokens of the middle are gone, so that `dense` has zeros in their place.
         gone: columns seen that pages have no room for any longer, since a budget in bytes has let their tokens go.
         cuts: scheme by which a first prompt is cut that does not fit into a budget in bytes; None where it fits.
-        differentiated: whether the last update's keys or values would have got a gradient; see `refuse_gradient`.
+        differentiated: whether the last update's queries, keys or values would have got a gradient; see
+            `refuse_gradient`.
         record_past: whether the newest tokens stay unsealed, so that they can be taken back.
         latents: whether keys are latents and values their rotary parts, which a step attends to as they are.
         holds_latents: whether they are such, however a step attends to them.
@@ -412,6 +413,8 @@ class KVLayer(CacheLayerMixin):
         Returns:
             (B, Hq, Q, Dv).
         """
+        if query.requires_grad:
+            self.differentiated, query = True, query.detach()
         if arguments.softcap or arguments.sinks is not None:
             self._keep_logits()
         if self.queries is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..arguments import AttentionArguments
 from ..decode import LENGTH, START, decode_attention, sealed_count
-from ..dispatch import Keep, call, define, reference, triton_slot
+from ..dispatch import Keep, launched, reference
 from ..masks import fold_mask, has_room, mask_kind
 from ..pages import SIDES
 from ..seal import seal_side
@@ -26,7 +26,7 @@ from .buffer import Ahead, StepState, views_of_buffer
 from .plan import StepPlan
 
 
-@define("advance", mutates=("counters", "windows", "scratch"))
+@launched("step:advance_triton")
 def _advance(
     keys: Tensor,
     values: Tensor,
@@ -39,6 +39,7 @@ def _advance(
     unit: Sequence[int],
     rotate_keys: int,
     rotate_values: int,
+    keep: Keep | None = None,
 ) -> None:
     new, sealed, index_keys, index_values, flag, *pos = scratch
     sealed.copy_(new[0])
@@ -70,9 +71,6 @@ def _advance(
         new[at] = due[at] * fits
 
 
-triton_slot("advance", "step:advance_triton")
-
-
 def advance(keys: Tensor, values: Tensor, state: StepState, plan: StepPlan) -> None:
     """Begins a step: counts what the last one sealed, appends, and works out what this one will seal.
 
@@ -97,32 +95,10 @@ def advance(keys: Tensor, values: Tensor, state: StepState, plan: StepPlan) -> N
         scratch.append(last.pos)
     room, windows = plan.blocks[-1] * form.runs[-1][0].page_size, (list(plan.local), list(plan.unit))
     rest = state.counters, state.windows, scratch, plan.capacity, room, *windows, form.rotate_keys, form.rotate_values
-    call(_advance, keys, keys, values, *rest, keep=state.keep(key))
+    _advance(keys, values, *rest, state.keep(key))
 
 
-@define("observe", mutates=("sums", "counts", "weight"))
-def _observe(
-    q: Tensor,
-    sealed: Tensor | None,
-    sums: Tensor,
-    counts: Tensor,
-    weight: Tensor | None,
-    rows: Tensor | None = None,
-) -> None:
-    heads = sums.shape[1]
-    total = q.abs().double().sum(2).unflatten(1, (heads, -1)).mean(2)
-    again = torch.zeros_like(counts[0, : q.shape[0]]) > 0 if sealed is None else sealed > 0
-    at = slice(None) if rows is None else rows.long()
-    own, count = sums[at].masked_fill(again[:, None, None], 0.0) + total, counts[:, at].masked_fill(again, 0)
-    count = count + q.shape[2]
-    sums[at], counts[:, at] = own, count
-    if weight is not None:
-        weight.copy_((own / count.T[:, :, None]).float())
-
-
-triton_slot("observe", "step:observe_triton")
-
-
+@launched("step:observe_triton")
 def observe(
     q: Tensor,
     sums: Tensor,
@@ -142,9 +118,17 @@ def observe(
         weight: f32 (B, H, D), written: the mean of the queries in ``sums``; None if it is not asked for.
         rows: i32 (B,), the row of ``sums`` and ``counts`` that each row has, of any number of them; None where row b
             has row b.
-        keep: see `dispatch.call`; a call that takes queries.
+        keep: see `dispatch.Keep`; a call that takes queries.
     """
-    call(_observe, q, q, sealed, sums, counts, weight, rows, keep=keep)
+    heads = sums.shape[1]
+    total = q.abs().double().sum(2).unflatten(1, (heads, -1)).mean(2)
+    again = torch.zeros_like(counts[0, : q.shape[0]]) > 0 if sealed is None else sealed > 0
+    at = slice(None) if rows is None else rows.long()
+    own, count = sums[at].masked_fill(again[:, None, None], 0.0) + total, counts[:, at].masked_fill(again, 0)
+    count = count + q.shape[2]
+    sums[at], counts[:, at] = own, count
+    if weight is not None:
+        weight.copy_((own / count.T[:, :, None]).float())
 
 
 def seal_due(state: StepState, plan: StepPlan, tokens: int, sides: Sequence[int] = (0, 1)) -> None:

@@ -58,6 +58,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     return found.major, found.minor
 
 
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Options of launches that begin while the one before them still runs, from compute capability 9.0 on."""
+    return {"launch_pdl": True} if capability(device)[0] >= 9 else {}
+
+
 @lru_cache(maxsize=32)
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; the interpreter runs one program at a time and wants few of them."""
@@ -190,6 +195,15 @@ def page_block(fmt: PageFormat, head_dim: int, elements: int) -> int:
     if fmt.axis == "channel" and fmt.bits < 8:
         block = min(block, fmt.group_size)
     return block
+
+
+def run_shapes(formats: Sequence[PageFormat], dims: tuple[int, int], elements: int) -> dict[str, Any]:
+    """Constants of a kernel that takes tiles of so many elements of a run's pages, keys and values, by name."""
+    shapes = [page_shape(fmt, side, dim) for fmt, side, dim in zip(formats, SIDES, dims, strict=True)]
+    block = min(page_block(fmt, dim, elements) for fmt, dim in zip(formats, dims, strict=True))
+    wide = {"BDK": max(16, power(dims[0])), "BDV": max(16, power(dims[1]))}
+    # The reference multiplies and adds, and rounds both.
+    return {"KEYS": shapes[0], "VALUES": shapes[1], "BT": block, **wide, "enable_fp_fusion": False}
 
 
 @triton.jit

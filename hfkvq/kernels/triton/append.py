@@ -123,8 +123,6 @@ class NewTokens(NamedTuple):
     Attributes:
         keys: shape.
         values: shape.
-        dtypes: of keys and of values.
-        held: dtype of the windows.
         sink: tokens of the sink.
         key_tail: slots of the tail of keys.
     """
@@ -133,8 +131,6 @@ class NewTokens(NamedTuple):
     key_stride: tuple[int, ...]
     values: tuple[int, ...]
     value_stride: tuple[int, ...]
-    dtypes: tuple[torch.dtype, torch.dtype]
-    held: torch.dtype
     sink: int
     key_tail: int
     value_tail: int
@@ -145,8 +141,7 @@ def new_tokens(keys: Tensor, values: Tensor, windows: Sequence[Tensor]) -> NewTo
     """Constants of launches."""
     sink_k, _, tail_k, tail_v = windows
     lengths = sink_k.shape[2], tail_k.shape[2], tail_v.shape[2]
-    kinds = (keys.dtype, values.dtype), tail_k.dtype
-    return NewTokens(keys.shape, keys.stride(), values.shape, values.stride(), *kinds, *lengths, keys.device)
+    return NewTokens(keys.shape, keys.stride(), values.shape, values.stride(), *lengths, keys.device)
 
 
 def append_numbers(new: NewTokens, constants: Mapping[str, Any]) -> dict[str, Any]:

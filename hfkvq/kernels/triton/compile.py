@@ -27,6 +27,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from ._lib import Gpu, stand_in
+from .limits import LIMITS
 
 MOST = 16
 """Kernels that are compiled at a time."""
@@ -37,14 +38,7 @@ TURN = 5e-4
 SLOWEST = ("decode_kernel", "latent_kernel", "seal_channel_kernel", "page_norms_kernel", "seal_token_kernel")
 """Kernels that take longest to compile, the longest first."""
 
-GPUS = {
-    80: Gpu("sm_80", 8, 0, 108, 164 << 10),
-    86: Gpu("sm_86", 8, 6, 84, 100 << 10),
-    89: Gpu("sm_89", 8, 9, 128, 100 << 10),
-    90: Gpu("sm_90", 9, 0, 132, 228 << 10),
-    100: Gpu("sm_100", 10, 0, 148, 228 << 10),
-    120: Gpu("sm_120", 12, 0, 188, 100 << 10),
-}
+GPUS = {10 * x + y: Gpu(f"sm_{x}{y}", x, y, 128, limits.shared) for (x, y), limits in LIMITS.items()}
 """GPUs by compute capability. Nothing that is compiled depends on how many multiprocessors there are."""
 
 # One thread compiles at a time: two caches of a kind want the same kernels, and the second finds them all.

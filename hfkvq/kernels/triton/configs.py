@@ -7,7 +7,7 @@ Later layers win: the defaults, what is shipped for a kind of GPU and for a GPU 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -54,8 +54,10 @@ _INTERPRETER: Mapping[str, Knobs] = {
 ANSWERS: dict[tuple[torch.device, str, str], Knobs] = {}
 """Answers of `lookup` by device, kernel and key since the last `renew`."""
 
+FORGET: list[Callable[[], None]] = []
+"""Functions that forget plans made of these answers. Launches that a buffer keeps stay as they are."""
+
 _TRIED: dict[tuple[str, str], Knobs] = {}
-_EDITION = [0]
 
 
 def key_of(keys: PageFormat, values: PageFormat, head_dim: int, columns: int) -> str:
@@ -75,15 +77,11 @@ def lookup(device: torch.device, kernel: str, key: str) -> Knobs:
     return found
 
 
-def edition() -> int:
-    """Number of the answers that `lookup` gives now: a plan made of them is made again when it moves."""
-    return _EDITION[0]
-
-
 def renew() -> None:
-    """Forgets the answers of `lookup`."""
+    """Forgets the answers of `lookup`, and plans made of them."""
     ANSWERS.clear()
-    _EDITION[0] += 1
+    for forget in FORGET:
+        forget()
 
 
 def try_out(kernel: str, key: str, knobs: Knobs | None) -> None:

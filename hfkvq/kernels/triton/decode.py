@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..dispatch import Keep
 from ..hadamard import hadamard
-from ..masks import mask_kind
 from ..pages import StoreFormat
 from .compile import Wanted
-from .configs import edition
 from .decode_formats import BLOCK, is_served
-from .decode_plan import Queries, Scoring, plan_of, rotates, table_places
+from .decode_plan import Queries, Scoring, plan_of, rotates, scoring_of, table_places
 from .dequantized import dequantized_decode
 from .latent import latent_attention
-from .merge import SPLITS, mask_words, merge_launch, sinks_kind
+from .merge import mask_words
 
 
 def decode_wanted(
@@ -41,66 +38,57 @@ def decode_wanted(
         return
     rotate = rotates(store, head_dim)
     own = dtype if rotate == form.rotate_keys else torch.float32
-    shape = (1, query_heads, queries, head_dim)
     stride = (queries * query_heads * head_dim, head_dim, query_heads * head_dim, 1)
-    query, scoring = Queries(shape, stride, own, dtype), Scoring(None, None, head_dim**-0.5, 0.0)
-    windows = (heads, value_dim, BLOCK, BLOCK, dtype)
+    query, scoring = Queries((1, query_heads, queries, head_dim), stride, dtype), Scoring(None, None, head_dim**-0.5, 0)
     # Rows of any length: variants do not depend on their pages.
     blocks = (1,) * len(form.runs)
-    plan = plan_of(store, query, windows, blocks, scoring, device, rotate, False, edition(), mapped)
-    kinds = [own, torch.int32, *[dtype] * 4]
-    for keys, values in form.runs:
-        kinds += [torch.int32] * (1 if form.ordered else 2)
-        for fmt, side, dim in ((keys, "keys", head_dim), (values, "values", value_dim)):
-            found = [kind or dtype for _, kind in fmt.shapes(side, heads, dim).values()]
-            # Bytes stand in for fp8, a type that some GPUs lack.
-            kinds += [torch.int16 if kind == torch.float8_e4m3fn else kind for kind in found]
-    kinds += [torch.int32] * mapped
-    sums = [torch.float32] * 3
-    for launch in plan.launches:
-        yield launch.wanted([*kinds, *sums])
-    rows, dependent = query_heads // heads * queries, plan.merge.constants["PDL"]
-    for splits in SPLITS:
-        part = (heads, splits, rows, value_dim)
-        merge = merge_launch(part, queries, None, form.rotate_values, dependent, device, plan.dtype)
-        yield merge.wanted([*sums, plan.dtype])
+    plan = plan_of(store, query, (heads, value_dim, BLOCK, BLOCK), blocks, scoring, device, rotate, False, mapped)
+    yield from plan.wanted(form, own, heads, (head_dim, value_dim), device, mapped)
 
 
-def decode_attention_triton(q: Tensor, *given: Any, out: Tensor | None = None, keep: Keep | None = None) -> Tensor:
-    """Launcher of `hfkvq.kernels.decode_attention`, whose arguments it takes."""
-    counters, windows, runs, mask, sinks, scaling, softcap, store, early, rows = given
-    head_dim, asked = q.shape[-1], q
+def decode_attention_triton(
+    q: Tensor,
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    runs: Sequence[Tensor],
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    store: StoreFormat,
+    early: bool = False,
+    rows: Tensor | None = None,
+    keep: Keep | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Launcher of `hfkvq.kernels.decode_attention`."""
+    head_dim, asked, spec = q.shape[-1], q, store.spec
     sink_k, sink_v, tail_k, tail_v = windows
     value_dim = sink_v.shape[-1]
-    if StoreFormat.parse(store).latent:
-        return latent_attention(q, *given)
-    if not is_served(store, head_dim, value_dim, q.dtype):
-        return dequantized_decode(q, *given)
-    rotate = rotates(store, head_dim)
-    if not rotate and (outside := StoreFormat.parse(store).rotate_keys):
-        q, early = hadamard(q.float(), outside), False
+    if store.latent or not is_served(spec, head_dim, value_dim, q.dtype):
+        other = latent_attention if store.latent else dequantized_decode
+        found = other(q, counters, windows, runs, mask, sinks, scaling, softcap, store, rows)
+        return found if out is None else out.copy_(found)
+    rotate = rotates(spec, head_dim)
+    if not rotate and store.rotate_keys:
+        q, early = hadamard(q.float(), store.rotate_keys), False
     elif q.stride(-1) != 1:
         q, early = q.contiguous(), False
     held = [counters, *windows, *runs]
     stays = q is asked and all([x.is_contiguous() for x in held])
     if not stays:
         held = [x.contiguous() for x in held]
-    query = Queries(q.shape, q.stride(), q.dtype, asked.dtype)
-    sizes = (sink_k.shape[1], value_dim, tail_k.shape[2], tail_v.shape[2], tail_k.dtype)
-    blocks = tuple([runs[at].shape[1] for at in table_places(store)])
-    scoring = Scoring(None if mask is None else mask_kind(mask), sinks_kind(sinks), scaling, softcap)
-    made = edition()
-    plan = plan_of(store, query, sizes, blocks, scoring, q.device, rotate, early, made, rows is not None)
-    last = [] if rows is None else [rows]
-    if keep is not None and stays and not last:
+    query = Queries(q.shape, q.stride(), asked.dtype)
+    sizes = sink_k.shape[1], value_dim, tail_k.shape[2], tail_v.shape[2]
+    blocks = tuple([runs[at].shape[1] for at in table_places(spec)])
+    scoring = scoring_of(mask, sinks, scaling, softcap)
+    plan = plan_of(spec, query, sizes, blocks, scoring, q.device, rotate, early, rows is not None)
+    last = [*([] if mask is None else [mask_words(mask)]), *([] if rows is None else [rows])]
+    if keep is not None and stays and rows is None:
         bound = [launch.bound(None, *held, *[None] * (3 if mask is None else 4)) for launch in plan.launches]
 
         def again(q: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
-            if made != edition():
-                rest = mask, sinks, scaling, softcap, store, early, None
-                return decode_attention_triton(q, counters, windows, runs, *rest)
             return plan.run(bound, q, [], [] if mask is None else [mask_words(mask)], sinks)
 
         keep(again)
-    last = [*([] if mask is None else [mask_words(mask)]), *last]
     return plan.run(plan.launches, q, held, last, sinks, out)

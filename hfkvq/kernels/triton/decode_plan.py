@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
 from operator import itemgetter
@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from ..hadamard import factor_of
-from ..masks import MaskKind
-from ..pages import PageFormat, StoreFormat
-from ._lib import capability, cdiv, multiprocessors, power, shared_memory
+from ..masks import MaskKind, mask_kind
+from ..pages import SIDES, PageFormat, StoreFormat
+from ._lib import cdiv, multiprocessors, overlap, power, shared_memory
 from .attend import decode_kernel
-from .configs import Knobs, key_of, lookup
+from .compile import Wanted
+from .configs import FORGET, Knobs, key_of, lookup
 from .decode_formats import DTYPES, loose_room, most_behind, pair_format, split_counts
 from .launch import Launch, Nest
-from .merge import merge_launch
+from .merge import SPLITS, merge_launch
 from .pair_format import EARLY, FINE, TURNED, DecodeShape, Factors, PairFormat, Row, Run
 
 
@@ -30,6 +31,7 @@ class Plan(NamedTuple):
         launches: one for two runs each; of latents one.
         part: shape of the splits' sums, which end with the channels.
         out: shape of the result.
+        rotate: rotation that is taken back.
         turn: rotates what is merged back; None where the merge does.
     """
 
@@ -38,6 +40,7 @@ class Plan(NamedTuple):
     part: tuple[int, ...]
     out: tuple[int, ...]
     dtype: torch.dtype
+    rotate: int
     turn: Launch | None = None
 
     def run(
@@ -66,29 +69,53 @@ class Plan(NamedTuple):
         self.merge(*sums, *([] if sinks is None else [sinks.contiguous()]), merged)
         if self.turn is not None:
             self.turn(merged, out)
-        return out
+        return out if given is None or direct else given.copy_(out)
+
+    def wanted(
+        self, form: StoreFormat, own: torch.dtype, heads: int, dims: tuple[int, int], device: torch.device, mapped: bool
+    ) -> Iterator[Wanted]:
+        """The variants for queries of dtype ``own`` and pages of these heads, in any number of rows of any length."""
+        kinds, sums = [own, torch.int32, *[self.dtype] * 4], [torch.float32] * 3
+        for formats in form.runs:
+            kinds += [torch.int32] * (1 if form.ordered else 2)
+            for fmt, side, dim in zip(formats, SIDES, dims, strict=True):
+                found = [kind or self.dtype for _, kind in fmt.shapes(side, heads, dim).values()]
+                # Words stand in for fp8, a type that some GPUs lack.
+                kinds += [torch.int16 if kind == torch.float8_e4m3fn else kind for kind in found]
+        for launch in self.launches:
+            yield launch.wanted([*kinds, *[torch.int32] * mapped, *sums])
+        back, merged = (self.rotate, self.dtype) if self.turn is None else (0, torch.float32)
+        for splits in SPLITS:
+            part = self.part[0], splits, *self.part[2:]
+            yield merge_launch(part, self.out[2], None, back, device).wanted([*sums, merged])
+        if self.turn is not None:
+            yield self.turn.wanted([torch.float32, self.dtype])
 
 
 class Queries(NamedTuple):
-    """Queries but for their address: shape, strides and dtype as kernels read them, and the dtype that they came in."""
+    """Queries but for their address: shape and strides as kernels read them, and the dtype that they came in."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    model_dtype: torch.dtype
 
 
 class Scoring(NamedTuple):
-    """Treatment of logits: see `mask_kind`, `sinks_kind`, and `decode_attention` for the factor and the cap."""
+    """Treatment of logits: see `mask_kind`, the number of sinks, and `decode_attention` for the factor and the cap."""
 
     mask: MaskKind | None
-    sinks: tuple[int, torch.dtype] | None
+    sinks: int | None
     scaling: float
     softcap: float
 
 
-Windows = tuple[int, int, int, int, torch.dtype]
-"""KV heads, value dim, slots of the tail of keys and of values, dtype of what is not quantized."""
+def scoring_of(mask: Tensor | None, sinks: Tensor | None, scaling: float, softcap: float) -> Scoring:
+    """Treatment of a call's logits."""
+    return Scoring(mask if mask is None else mask_kind(mask), sinks if sinks is None else len(sinks), scaling, softcap)
+
+
+Windows = tuple[int, int, int, int]
+"""KV heads, value dim, slots of the tail of keys and of values."""
 
 
 def _tiles(
@@ -126,7 +153,6 @@ def plan_of(
     device: torch.device,
     rotate: int,
     early: bool,
-    edition: int,
     mapped: bool = False,
 ) -> Plan:
     """Plan of a call: nothing here is asked again for another layer, or another step, of the same shape.
@@ -137,12 +163,11 @@ def plan_of(
         blocks: pages of a row, for each run.
         scoring: of the logits.
         rotate: rotation by which the kernel turns queries, 0 where that is done.
-        edition: of the launch parameters.
         mapped: whether rows of the windows are others than those of the batch.
     """
     form = StoreFormat.parse(store)
     batch, query_heads, queries, head_dim = query.shape
-    heads, value_dim, key_tail, value_tail, _ = windows
+    heads, value_dim, key_tail, value_tail = windows
     rows = query_heads // heads * queries
     columns = 8 if rows <= 8 else 16
     tiles = cdiv(rows, columns)
@@ -168,7 +193,6 @@ def plan_of(
     pairs = [range(at, min(at + 2, len(blocks))) for at in range(0, len(blocks), 2)]
     splits = sum(paged) + loose + sum(rests)
 
-    dependent = capability(device)[0] >= 9
     unquantized = PageFormat(16, "token", 1, page)
     whole, _ = pair_format(unquantized, unquantized, head_dim, value_dim, 1, room)
     launches, first = [], 0
@@ -178,7 +202,7 @@ def plan_of(
         registers = knobs[own[0]]["max_registers"]
         mode = FINE if fine else 0
         # Only the first launch comes behind `advance`.
-        mode |= EARLY * (early and dependent and first == 0)
+        mode |= EARLY * (early and bool(overlap(device)) and first == 0)
         # Long programs first, so that short ones fill what they leave; but where all fit side by side, windows first:
         # they have more to wait for.
         mode |= TURNED * (programs * rows_of_programs <= 2 * sms)
@@ -215,25 +239,28 @@ def plan_of(
             MASK=kind.kind,
             ROWS=kind.strides[1] != 0 or kind.strides[2] != 0,
             SOFTCAP=softcap > 0,
-            DTYPE=DTYPES[query.model_dtype],
+            DTYPE=DTYPES[query.dtype],
             ROTATE=rotate,
             ROTATED=form.rotate_keys > 0,
-            PDL=dependent,
+            PDL=bool(overlap(device)),
             WINDOW=form.window,
         )
         constants = {
             "SHAPE": shape,
             "num_warps": 1,
-            **({"launch_pdl": True} if dependent else {}),
+            **overlap(device),
             **({"maxnreg": registers} if registers else {}),
         }
         grid = (batch * heads, programs, tiles)
-        nest = _nest(form, tuple(own), scoring.mask is not None, mapped)
+        nest = nest_of(form, tuple(own), scoring.mask is not None, mapped)
         launches.append(Launch(decode_kernel, grid, numbers, constants, device, nest, planned))
         first += programs
     part = (batch * heads, splits, rows, value_dim)
-    merge = merge_launch(part, queries, scoring.sinks, form.rotate_values, dependent, device, query.model_dtype)
-    return Plan(tuple(launches), merge, part, (batch, query_heads, queries, value_dim), query.model_dtype)
+    merge = merge_launch(part, queries, scoring.sinks, form.rotate_values, device)
+    return Plan(tuple(launches), merge, part, (batch, query_heads, queries, value_dim), query.dtype, form.rotate_values)
+
+
+FORGET.append(plan_of.cache_clear)
 
 
 @lru_cache(maxsize=256)
@@ -246,7 +273,7 @@ def table_places(store: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _nest(form: StoreFormat, own: tuple[int, ...], masked: bool, mapped: bool) -> Nest:
+def nest_of(form: StoreFormat, own: tuple[int, ...], masked: bool, mapped: bool) -> Nest:
     """From queries, counters, four windows, all runs' tensors, and sums, tops and weights.
 
     Before these come the mask and the map of rows, if there are any.

@@ -31,7 +31,7 @@ from ._lib import (
 from .attend_rows import first_token, last_past, last_visible, mask_start
 from .fields import LOG2E
 from .key_logits import visible_logits
-from .merge import mask_words, merge_launch, sinks_kind
+from .merge import mask_words, merge_launch
 from .pair_format import Factors, Row
 
 PROGRAMS_PER_SM = 8
@@ -46,7 +46,6 @@ class Shape(NamedTuple):
         DK: channels of a key.
         DOT: dtype of products.
         BT: tokens of a block.
-        STAGES: loads of a page loop in flight.
         RUNS: how many there are.
     """
 
@@ -61,7 +60,6 @@ class Shape(NamedTuple):
     DOT: Any
     BM: int
     BT: int
-    STAGES: int
     WINDOW: int
     ROWS: bool
     RUNS: int
@@ -92,15 +90,6 @@ def attend(b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, masks, 
     b_p = tl.trans(b_p.to(SHAPE.DOT))
     b_acc = tl.dot(b_p, b_v.to(SHAPE.DOT), b_acc * b_shrink[:, None], input_precision="ieee")
     return b_acc, b_new, b_sum
-
-
-@triton.jit
-def page_positions(pos, i_b, o_j, m_t, N, G: tl.constexpr, S: tl.constexpr):
-    """Row positions of a run's tokens."""
-    if pos is None:
-        return o_j + S
-    else:
-        return tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
 
 
 # Lengths that change from step to step must not compile anew.
@@ -181,26 +170,15 @@ def dequantized_kernel(
     b_sum = tl.zeros([BM], tl.float32)
 
     if PAGES:
-        # Pages that both sides have sealed: no branch in the loop, so its loads can run ahead.
-        i_both = tl.maximum(i_first, tl.minimum(i_end, tl.minimum(n_k, n_v) // G * CHUNKS))
-        for i_block in tl.range(i_first, i_both, num_stages=SHAPE.STAGES):
-            i_slot = i_block % CHUNKS * BT
-            m_t = i_slot + o_t < G
-            o_x = page_positions(pos, i_b, i_block // CHUNKS * G + i_slot + o_t, m_t, N, G, S)
-            i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * SHAPE.H + i_h
-            b_k = load_page(keys, i_head, i_slot, m_t, KEYS, BT, BDK)
-            b_v = load_page(values, i_head, i_slot, m_t, VALUES, BT, BDV)
-            b_acc, b_top, b_sum = attend(
-                b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, masks, i_start, factors, SHAPE
-            )
-
         # Keys and values are sealed at different steps: between the two counts one side is still in its tail.
-        for i_block in range(i_both, i_end):
+        for i_block in range(i_first, i_end):
             i_slot = i_block % CHUNKS * BT
             i_j = i_block // CHUNKS * G + i_slot
             o_j = i_j + o_t
             m_t = (o_j < n_run) & (i_slot + o_t < G)
-            o_x = page_positions(pos, i_b, o_j, m_t, N, G, S)
+            o_x = o_j + S
+            if pos is not None:
+                o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
             i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * SHAPE.H + i_h
             b_k = load_page(keys, i_head, i_slot, m_t & (o_j < n_k), KEYS, BT, BDK)
             if (n_k < n_run) & (i_j + BT > n_k):
@@ -247,14 +225,24 @@ def _split_counts(
     return runs, max(1, min(-(-window // block), aim))
 
 
-def dequantized_decode(q: Tensor, *given: Any) -> Tensor:
+def dequantized_decode(
+    q: Tensor,
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    runs: Sequence[Tensor],
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    form: StoreFormat,
+    rows: Tensor | None,
+) -> Tensor:
     """Launcher of `hfkvq.kernels.decode_attention`; f64, and tiles that outgrow shared memory, take the reference."""
-    counters, windows, runs, mask, sinks, scaling, softcap, store, _, rows = given
-    form = StoreFormat.parse(store)
     sink_k, sink_v, tail_k, tail_v = (window.contiguous() for window in windows)
     batch, query_heads, queries, head_dim = q.shape
     heads, value_dim = sink_k.shape[1], sink_v.shape[-1]
     if q.dtype not in DOT_DTYPES or max(head_dim, value_dim) > (256 if q.dtype == torch.float32 else 512):
+        given = counters, windows, runs, mask, sinks, scaling, softcap, form, False, rows
         return reference("decode_attention")(q, *given)
     views = split_runs(form, runs)
     dtype, queried = q.dtype, query_heads // heads * queries
@@ -283,7 +271,7 @@ def dequantized_decode(q: Tensor, *given: Any) -> Tensor:
 
     shape = Shape(
         heads, query_heads // heads, queries, head_dim, value_dim, form.sink, kind.kind, softcap > 0, dot, block_m,
-        block_t, 1, form.window, kind.strides[1] != 0 or kind.strides[2] != 0, len(views),
+        block_t, form.window, kind.strides[1] != 0 or kind.strides[2] != 0, len(views),
     )  # fmt: skip
     # Windows come last.
     unquantized = PageFormat(16, "token", 1, page)
@@ -291,8 +279,6 @@ def dequantized_decode(q: Tensor, *given: Any) -> Tensor:
     with on_device(q):
         for i, (view, formats) in enumerate(zip([*views, None], [*form.runs, (unquantized,) * 2], strict=True)):
             own, (keys, values) = windowed if view is None else paged[i], formats
-            # More in flight than registers and shared memory hold costs more than it brings, but for plain tiles.
-            plain = view is not None and keys.bits == values.bits == 16 and wide <= 128 and dtype != torch.float32
             dequantized_kernel[(own, batch * heads, tiles)](
                 q=q,
                 row=Row(counters, sink_k, sink_v, tail_k, tail_v, rows),
@@ -315,13 +301,13 @@ def dequantized_decode(q: Tensor, *given: Any) -> Tensor:
                 OWN=own,
                 WK=tail_k.shape[2],
                 WV=tail_v.shape[2],
-                SHAPE=shape._replace(STAGES=3 if plain else 1),
+                SHAPE=shape,
                 RUN=i,
                 KEYS=page_shape(keys, "keys", head_dim),
                 VALUES=page_shape(values, "values", value_dim),
                 num_warps=8 if wide > 256 else 4,
             )
             first += own
-    merge = merge_launch(part.shape, queries, sinks_kind(sinks), form.rotate_values, False, q.device, dtype)
+    merge = merge_launch(part.shape, queries, None if sinks is None else len(sinks), form.rotate_values, q.device)
     merge(part, part_top, part_sum, *([] if sinks is None else [sinks.contiguous()]), out)
     return out

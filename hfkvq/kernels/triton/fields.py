@@ -65,33 +65,6 @@ def unpack2(b_w):
         )
 
 
-@triton.jit
-def unpack2_from(b_w, b_shift):
-    """Four 2-bit fields as f16, times 4^i 2^-24: fields 0 to 3 for a shift of 0, fields 4 to 7 for one of 8."""
-    if INTERPRETED:
-        b_w = b_w >> b_shift
-        return masked(b_w, 0x3), masked(b_w, 0xC), masked(b_w, 0x30), masked(b_w, 0xC0)
-    else:
-        # Bits of the upper word get into the upper half of the lower one, which no mask takes. The shift comes in the
-        # words' dtype, since another would change how operands stand.
-        return tl.inline_asm_elementwise(
-            asm="""{
-            .reg .b32 t;
-            and.b32 t, $5, 0xff;
-            shr.u32 t, $4, t;
-            and.b32 $0, t, 0x00030003;
-            and.b32 $1, t, 0x000c000c;
-            and.b32 $2, t, 0x00300030;
-            and.b32 $3, t, 0x00c000c0;
-            }""",
-            constraints="=r,=r,=r,=r,r,r",
-            args=[b_w, b_shift],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-
-
 @triton.constexpr_function
 def anew(asm, again):
     """The same instructions in other words, which the compiler does not take for those it has seen.

@@ -225,12 +225,12 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, form: int) -> Tensor:
     given = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows := x.numel() // dim:
-        _norm_launch(rows, dim, eps, form, x.dtype, x.device)(given, weight, out)
+        _norm_launch(rows, dim, eps, form, x.device)(given, weight, out)
     return out
 
 
 @lru_cache(maxsize=1024)
-def _norm_launch(rows: int, dim: int, eps: float, form: int, dtype: torch.dtype, device: torch.device) -> Launch:
+def _norm_launch(rows: int, dim: int, eps: float, form: int, device: torch.device) -> Launch:
     # Programs of one short row, in a prompt millions, would wait for multiprocessors more than they compute.
     block = max(1, TILE // power(dim)) if rows > MANY else 1
     constants = {"D": dim, "BD": power(dim), "BR": block, "num_warps": max(1, min(16, block * power(dim) // 512))}
@@ -245,14 +245,12 @@ def linears_triton(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
         return reference("linears")(x, weights, biases)
     outs = [torch.empty((*x.shape[:-1], each.shape[0]), dtype=x.dtype, device=x.device) for each in weights]
     sizes = tuple([each.shape[0] for each in weights])
-    _linears_launch(rows, sizes, x.shape[-1], bool(biases), x.dtype, x.device)(x, *weights, *biases, *outs)
+    _linears_launch(rows, sizes, x.shape[-1], bool(biases), x.device)(x, *weights, *biases, *outs)
     return outs
 
 
 @lru_cache(maxsize=1024)
-def _linears_launch(
-    rows: int, sizes: tuple[int, ...], width: int, biased: bool, dtype: torch.dtype, device: torch.device
-) -> Launch:
+def _linears_launch(rows: int, sizes: tuple[int, ...], width: int, biased: bool, device: torch.device) -> Launch:
     constants = _tiles(rows, width, 1, device)
     numbers = {"M": rows} | {f"N{i}": n for i, n in enumerate([*sizes, *[0] * LAYERS][:LAYERS])}
     grid = (sum(cdiv(size, constants["BN"]) for size in sizes),)
@@ -272,14 +270,12 @@ def gated_linear_triton(x: Tensor, gate: Tensor, up: Tensor, activation: int) ->
         # Rows are many, as in prompts, or dtypes PyTorch's.
         return _activated(F.linear(x, gate), F.linear(x, up), activation)
     out = torch.empty((*x.shape[:-1], gate.shape[0]), dtype=x.dtype, device=x.device)
-    _gated_launch(rows, gate.shape[0], x.shape[-1], activation, x.dtype, x.device)(x, gate, up, out)
+    _gated_launch(rows, gate.shape[0], x.shape[-1], activation, x.device)(x, gate, up, out)
     return out
 
 
 @lru_cache(maxsize=1024)
-def _gated_launch(
-    rows: int, size: int, width: int, activation: int, dtype: torch.dtype, device: torch.device
-) -> Launch:
+def _gated_launch(rows: int, size: int, width: int, activation: int, device: torch.device) -> Launch:
     constants = _tiles(rows, width, 2, device)
     numbers = {"activation": activation, "M": rows, "N": size}
     return Launch(gated_linear_kernel, (cdiv(size, constants["BN"]),), numbers, constants, device)
@@ -291,12 +287,12 @@ def _activated(gate: Tensor, up: Tensor, activation: int) -> Tensor:
         gelu = {1: "tanh", 2: "none"}.get(activation)
         return (F.silu(gate) if gelu is None else F.gelu(gate, approximate=gelu)) * up
     out = torch.empty_like(gate)
-    _activated_launch(gate.numel(), activation, gate.dtype, gate.device)(gate, up, out)
+    _activated_launch(gate.numel(), activation, gate.device)(gate, up, out)
     return out
 
 
 @lru_cache(maxsize=1024)
-def _activated_launch(count: int, activation: int, dtype: torch.dtype, device: torch.device) -> Launch:
+def _activated_launch(count: int, activation: int, device: torch.device) -> Launch:
     numbers, constants = {"activation": activation, "eighths": count // 8}, {"BN": 1024, "num_warps": 4}
     return Launch(activated_product_kernel, (cdiv(count, 1024),), numbers, constants, device)
 
@@ -328,19 +324,19 @@ def fused_wanted(widths: Widths, dtype: torch.dtype, device: torch.device) -> It
     for each in {hidden, dim}:
         # Prompts' rows are many.
         for count in (rows, MANY + 1) if each <= WIDEST else ():
-            yield _norm_launch(count, each, 1e-6, 0, dtype, device).wanted([dtype] * 3)
+            yield _norm_launch(count, each, 1e-6, 0, device).wanted([dtype] * 3)
     q, k = (((1, n, 1, dim), (n * dim, dim, n * dim, 1)) for n in (heads, kv_heads))
     if dim % 2 == 0:
-        yield _rotary_launch(*q, kv_heads, k[1], 0, dtype, device).wanted([dtype] * 6)
-    yield _activated_launch(8, 0, dtype, device).wanted([dtype] * 3)
+        yield _rotary_launch(*q, kv_heads, k[1], 0, device).wanted([dtype] * 6)
+    yield _activated_launch(8, 0, device).wanted([dtype] * 3)
     if dtype in HALVES and rows <= ROWS:
         for width in {hidden, intermediate, heads * dim}:
             if width % 8 == 0:
-                yield _linears_launch(rows, (1,), width, False, dtype, device).wanted([dtype] * 3)
+                yield _linears_launch(rows, (1,), width, False, device).wanted([dtype] * 3)
         if hidden % 8 == 0:
             # Qwen2's queries, keys and values have biases, of which its config says nothing.
-            yield _linears_launch(rows, (1,), hidden, True, dtype, device).wanted([dtype] * 4)
-            yield _gated_launch(rows, 1, hidden, 0, dtype, device).wanted([dtype] * 4)
+            yield _linears_launch(rows, (1,), hidden, True, device).wanted([dtype] * 4)
+            yield _gated_launch(rows, 1, hidden, 0, device).wanted([dtype] * 4)
 
 
 def rotary_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -353,7 +349,7 @@ def rotary_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
     out_k = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     if math.prod(q.shape):
         angle = 0 if cos.shape[0] == 1 else cos.stride(0)
-        launch = _rotary_launch(q.shape, q.stride(), k.shape[1], k.stride(), angle, q.dtype, q.device)
+        launch = _rotary_launch(q.shape, q.stride(), k.shape[1], k.stride(), angle, q.device)
         launch(q, k, cos, sin, out_q, out_k)
     return out_q.transpose(1, 2), out_k
 
@@ -365,7 +361,6 @@ def _rotary_launch(
     heads: int,
     key_stride: tuple[int, ...],
     angle: int,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> Launch:
     batch, query_heads, tokens, dim = queries

@@ -31,6 +31,7 @@ from ._lib import (
     page_tensors,
     part_kinds,
     power,
+    run_shapes,
     side_kinds,
 )
 from .compile import Wanted
@@ -334,11 +335,7 @@ def _requests_launch(
     """Takes results, new tokens, units, requests, windows if there are any, the table, and pages."""
     form = StoreFormat.parse(store)
     formats, (units, requests, blocks) = form.runs[0], sizes
-    block = min(page_block(fmt, dim, TILE) for fmt, dim in zip(formats, dims, strict=True))
-    shapes = [page_shape(fmt, side, dim) for fmt, side, dim in zip(formats, SIDES, dims, strict=True)]
-    # The reference multiplies and adds, and rounds both.
-    constants = {"H": heads, "KEYS": shapes[0], "VALUES": shapes[1], "BT": block, "enable_fp_fusion": False}
-    constants |= {"BDK": max(16, power(dims[0])), "BDV": max(16, power(dims[1]))}
+    constants = {"H": heads, **run_shapes(formats, dims, TILE), "num_warps": WARPS}
     constants |= {"ROTATE_K": form.rotate_keys, "ROTATE_V": form.rotate_values}
     numbers = {"N": blocks, "U": units, "R": requests}
     numbers |= {"rotation_k": factor_of(form.rotate_keys), "rotation_v": factor_of(form.rotate_values)}
@@ -350,8 +347,8 @@ def _requests_launch(
         windows = given[6:9] if windowed else (None,) * 3
         return (*given[:6], *windows, given[begin - 1], *pages(given))
 
-    grid = (units * cdiv(formats[0].page_size, block), heads, 2)
-    return Launch(gather_requests_kernel, grid, numbers, {**constants, "num_warps": WARPS}, device, nest)
+    grid = (units * cdiv(formats[0].page_size, constants["BT"]), heads, 2)
+    return Launch(gather_requests_kernel, grid, numbers, constants, device, nest)
 
 
 def requests_wanted(

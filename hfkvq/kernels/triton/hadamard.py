@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..hadamard import factor_of
-from ._lib import F16_MAX, cdiv
+from ._lib import F16_MAX, cdiv, overlap
 from .compile import Wanted
 from .launch import Launch
 
@@ -78,14 +78,9 @@ def turn_back_kernel(x, y, norm, H: tl.constexpr, PDL: tl.constexpr):
     tl.store(y + o_x, saturated(b_x * norm, y.dtype.element_ty))
 
 
-def turn_back_launch(blocks: int, rotate: int, dependent: bool, device: torch.device) -> Launch:
-    """A launch that rotates so many blocks back: it takes them in f32, and the result.
-
-    Args:
-        rotate: the rotation, of blocks of 256 channels or more.
-        dependent: whether this one may start before the launch that writes the blocks is done.
-    """
-    constants = {"H": rotate, "PDL": dependent, "num_warps": 4, **({"launch_pdl": True} if dependent else {})}
+def turn_back_launch(blocks: int, rotate: int, device: torch.device) -> Launch:
+    """A launch that rotates so many blocks, of 256 channels or more, back: it takes them in f32, and the result."""
+    constants = {"H": rotate, "PDL": bool(overlap(device)), "num_warps": 4, **overlap(device)}
     return Launch(turn_back_kernel, (blocks,), {"norm": factor_of(rotate)}, constants, device)
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ._lib import rest_numbers
-from .fields import LOG2E, Q_SHIFT, UNIT, key_unit, unpack2, unpack2_from, unpack4, unpacked_fields, weight, words_of
+from .fields import LOG2E, Q_SHIFT, UNIT, key_unit, unpack2, unpack4, unpacked_fields, weight, words_of
 from .tiles import dotable, paired, parted, put, stacked, unstacked
 from .trellis import AGAIN, load_numbers, trellis_fields
 
@@ -254,7 +254,8 @@ def raised_fields(
     if BT == G:
         return unpack2(b_w)
     else:
-        b_fields = unpack2_from(b_w, tl.zeros([G // 8, BR], tl.int16) + (i_slot // (G // 8) * 2).to(tl.int16))
+        # The shift comes in the words' dtype, since another would change how operands stand.
+        b_fields = unpack2(b_w >> (tl.zeros([G // 8, BR], tl.int16) + (i_slot // (G // 8) * 2).to(tl.int16)))
         return b_fields[0], b_fields[1]
 
 

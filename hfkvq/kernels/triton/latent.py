@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..dispatch import reference
 from ..hadamard import factor_of, hadamard
-from ..masks import MaskKind, mask_kind
+from ..masks import MaskKind
 from ..pages import PageFormat, StoreFormat
-from ._lib import capability, cdiv, multiprocessors, power
+from ._lib import cdiv, multiprocessors, overlap, power
 from .compile import Wanted
-from .configs import edition, lookup
+from .configs import FORGET, lookup
 from .decode_formats import BLOCK, DTYPES, split_counts
-from .decode_plan import Plan, Queries, Scoring
+from .decode_plan import Plan, Queries, Scoring, nest_of, scoring_of
 from .hadamard import turn_back_launch
 from .latent_kernel import LatentShape, latent_kernel
-from .launch import Launch, Nest
-from .merge import SPLITS, mask_words, merge_launch, sinks_kind
-from .pair_format import Factors, Row
+from .launch import Launch
+from .merge import mask_words, merge_launch
+from .pair_format import Factors
 
 
 @lru_cache(maxsize=1024)
@@ -79,7 +78,6 @@ def _plan(
     scoring: Scoring,
     device: torch.device,
     rotate: int,
-    edition: int,
 ) -> Plan:
     """Plan of a call: nothing here is asked again for another layer, or another step, of the same shape."""
     form = StoreFormat.parse(store)
@@ -97,7 +95,7 @@ def _plan(
     # Registers let in eight warps, or twice as many with half of them each.
     resident = multiprocessors(device) * knobs["programs_per_sm"] * max(1, 8 // warps)
     paged = split_counts((blocks * (page // step),), batch * tiles, resident, loose)[0]
-    dependent, splits = capability(device)[0] >= 9, paged + loose
+    splits = paged + loose
     numbers = {
         "strides": (*query.stride[:3], kind.strides[3]),
         **dict(zip(("s_mb", "s_mh", "s_mq"), kind.strides, strict=False)),
@@ -130,46 +128,26 @@ def _plan(
         MASK=kind.kind,
         ROWS=kind.strides[1] != 0 or kind.strides[2] != 0,
         SOFTCAP=scoring.softcap > 0,
-        DTYPE=DTYPES[query.model_dtype],
+        DTYPE=DTYPES[query.dtype],
         ROTATE=rotate,
-        PDL=dependent,
+        PDL=bool(overlap(device)),
     )
     constants = {
         "SHAPE": shape,
         "num_warps": warps,
-        **({"launch_pdl": True} if dependent else {}),
+        **overlap(device),
         **({"maxnreg": knobs["max_registers"]} if knobs["max_registers"] else {}),
     }
     grid = (batch, splits, tiles)
-    launch = Launch(latent_kernel, grid, numbers, constants, device, _nest(store, scoring.mask is not None))
+    nest = nest_of(form, (0,), scoring.mask is not None, False)
+    launch = Launch(latent_kernel, grid, numbers, constants, device, nest)
     part, apart = (batch, splits, rows, dim), _turns_apart(form.rotate_keys)
-    back, merged = (0, torch.float32) if apart else (form.rotate_keys, query.model_dtype)
-    merge = merge_launch(part, queries, scoring.sinks, back, dependent, device, merged)
-    turns = batch * rows * dim // form.rotate_keys if apart else 0
-    turn = turn_back_launch(turns, form.rotate_keys, dependent, device) if apart else None
-    return Plan((launch,), merge, part, (batch, heads, queries, dim), query.model_dtype, turn)
+    merge = merge_launch(part, queries, scoring.sinks, 0 if apart else form.rotate_keys, device)
+    turn = turn_back_launch(batch * rows * dim // form.rotate_keys, form.rotate_keys, device) if apart else None
+    return Plan((launch,), merge, part, (batch, heads, queries, dim), query.dtype, form.rotate_keys, turn)
 
 
-@lru_cache(maxsize=256)
-def _nest(store: str, masked: bool) -> Nest:
-    """From queries, counters, four windows, the run's tensors, the mask if there is one, sums, tops and weights."""
-    latents, rotary = StoreFormat.parse(store).runs[0]
-    own = {name: 1 + at for at, name in enumerate(latents.names)}
-    turned = {name: 1 + len(own) + at for at, name in enumerate(rotary.names)}
-    # The table stands for what a format lacks.
-    order = [0, *(own.get(name, 0) for name in ("codes", "scale", "zero"))]
-    order += [turned.get(name, 0) for name in ("codes", "scale")]
-    end = 6 + 1 + len(own) + len(turned)
-
-    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
-        run = [given[6 + at] for at in order]
-        if isinstance(given[0], Tensor):
-            # Words, where a byte is a number: not every GPU that Triton knows has an fp8 type.
-            run = [x.view(torch.int16) if x.dtype == torch.float8_e4m3fn else x for x in run]
-        mask = given[end] if masked else given[0]
-        return given[0], Row(*given[1:6], None), tuple(run), mask, *given[-3:]
-
-    return nest
+FORGET.append(_plan.cache_clear)
 
 
 def latent_wanted(
@@ -187,43 +165,37 @@ def latent_wanted(
     rotate, width = _rotates(form), dim + rope_dim
     own = dtype if rotate == form.rotate_keys else torch.float32
     stride = (queries * heads * width, queries * width, width, 1)
-    query = Queries((1, heads, queries, width), stride, own, dtype)
-    scoring = Scoring(None, None, width**-0.5, 0.0)
-    plan = _plan(form.spec, query, rope_dim, BLOCK, 1, scoring, device, rotate, edition())
-    kinds = [own, torch.int32, *[dtype] * 4, torch.int32]
-    for fmt, side, size in zip(form.runs[0], ("keys", "values"), (dim, rope_dim), strict=True):
-        found = [kind or dtype for _, kind in fmt.shapes(side, 1, size).values()]
-        kinds += [torch.int16 if kind == torch.float8_e4m3fn else kind for kind in found]
-    sums = [torch.float32] * 3
-    yield plan.launches[0].wanted([*kinds, *sums])
-    dependent = plan.merge.constants["PDL"]
-    back, merged = (form.rotate_keys, plan.dtype) if plan.turn is None else (0, torch.float32)
-    for splits in SPLITS:
-        part = (1, splits, heads * queries, dim)
-        yield merge_launch(part, queries, None, back, dependent, device, merged).wanted([*sums, merged])
-    if plan.turn is not None:
-        yield plan.turn.wanted([torch.float32, plan.dtype])
+    query, scoring = Queries((1, heads, queries, width), stride, dtype), Scoring(None, None, width**-0.5, 0.0)
+    plan = _plan(form.spec, query, rope_dim, BLOCK, 1, scoring, device, rotate)
+    yield from plan.wanted(form, own, 1, (dim, rope_dim), device, mapped=False)
 
 
-def latent_attention(q: Tensor, *given: Any) -> Tensor:
+def latent_attention(
+    q: Tensor,
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    runs: Sequence[Tensor],
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    store: StoreFormat,
+    rows: Tensor | None = None,
+) -> Tensor:
     """Launcher of `hfkvq.kernels.decode_attention` for latents, whose windows have the batch's rows."""
-    counters, windows, runs, mask, sinks, scaling, softcap, store, *_ = given
     dtype, dim, rope_dim = q.dtype, windows[0].shape[-1], windows[1].shape[-1]
-    if not is_served(store, dim, rope_dim, dtype):
+    if not is_served(store.spec, dim, rope_dim, dtype):
+        given = counters, windows, runs, mask, sinks, scaling, softcap, store
         return reference("decode_attention")(q, *given)
-    form = StoreFormat.parse(store)
-    rotate = _rotates(form)
-    if rotate != form.rotate_keys:
-        own = hadamard(q[..., :dim].float(), form.rotate_keys)
+    rotate = _rotates(store)
+    if rotate != store.rotate_keys:
+        own = hadamard(q[..., :dim].float(), store.rotate_keys)
         q = torch.cat([own, q[..., dim:].float()], -1)
     elif q.stride(-1) != 1:
         q = q.contiguous()
-    tensors = [q, counters, *windows, *runs]
-    if not all([x.is_contiguous() for x in tensors[1:]]):
-        tensors[1:] = [x.contiguous() for x in tensors[1:]]
-    query = Queries(q.shape, q.stride(), q.dtype, dtype)
-    scoring = Scoring(None if mask is None else mask_kind(mask), sinks_kind(sinks), scaling, softcap)
+    held = [x.contiguous() for x in (counters, *windows, *runs)]
+    query = Queries(q.shape, q.stride(), dtype)
+    scoring = scoring_of(mask, sinks, scaling, softcap)
     tail, blocks = windows[2].shape[2], runs[0].shape[1]
-    plan = _plan(store, query, rope_dim, tail, blocks, scoring, q.device, rotate, edition())
-    last = [] if mask is None else [mask_words(mask)]
-    return plan.run(plan.launches, tensors[0], tensors[1:], last, sinks)
+    plan = _plan(store.spec, query, rope_dim, tail, blocks, scoring, q.device, rotate)
+    return plan.run(plan.launches, q, held, [] if mask is None else [mask_words(mask)], sinks)

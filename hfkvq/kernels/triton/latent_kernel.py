@@ -372,28 +372,28 @@ def attend_pages_of_split(
             b_totals = b_totals + (tl.sum(b_sum, 0),)
     o_t = tl.arange(0, BT)
     state = new_state(D, BITS, GROUP, SHAPE.BM, BT, TILE, SHAPE.WARPS)
-    p_table = run[0] + i_b * n_table
+    p_table = run.table + i_b * n_table
     i_near = tl.load(p_table + i_first // STEPS).to(tl.int64)
     i_far = tl.load(p_table + tl.minimum(i_first + 1, i_end - 1) // STEPS)
     m_near = i_first * BT + o_t < n_tokens
     o_near = i_first % STEPS * BT + o_t
-    b_meta = token_meta(run[2], run[3], i_near * (GROUPS * G) + o_near, m_near, D, G, BITS, GROUP)
-    b_rope_meta = token_meta(run[5], run[5], i_near * G + o_near, m_near, R, G, ROPE_BITS, R)
+    b_meta = token_meta(run.k_scale, run.k_zero, i_near * (GROUPS * G) + o_near, m_near, D, G, BITS, GROUP)
+    b_rope_meta = token_meta(run.v_scale, run.v_scale, i_near * G + o_near, m_near, R, G, ROPE_BITS, R)
     for i_step in tl.range(i_first, i_end, num_stages=SHAPE.STAGES):
         i_next = tl.minimum(i_step + 1, i_end - 1)
         i_near = i_far.to(tl.int64)
         m_near = i_next * BT + o_t < n_tokens
         o_near = i_next % STEPS * BT + o_t
-        b_next = token_meta(run[2], run[3], i_near * (GROUPS * G) + o_near, m_near, D, G, BITS, GROUP)
-        b_rope_next = token_meta(run[5], run[5], i_near * G + o_near, m_near, R, G, ROPE_BITS, R)
+        b_next = token_meta(run.k_scale, run.k_zero, i_near * (GROUPS * G) + o_near, m_near, D, G, BITS, GROUP)
+        b_rope_next = token_meta(run.v_scale, run.v_scale, i_near * G + o_near, m_near, R, G, ROPE_BITS, R)
         i_far = tl.load(p_table + tl.minimum(i_step + 2, i_end - 1) // STEPS)
         o_slot = i_step % STEPS * BT + o_t
         o_j = i_step * BT + o_t
         m_t = o_j < n_tokens
         i_page = tl.load(p_table + i_step // STEPS).to(tl.int64)
         # Slots that were never written may hold NaN, which a probability of 0 does not remove; 4-bit codes cannot.
-        p_c = run[1] + i_page * (G * D * BITS // 16) + o_slot * (D * BITS // 16)
-        p_r = run[4] + i_page * (G * R * ROPE_BITS // 16) + o_slot * (R * ROPE_BITS // 16)
+        p_c = run.k_codes + i_page * (G * D * BITS // 16) + o_slot * (D * BITS // 16)
+        p_r = run.v_codes + i_page * (G * R * ROPE_BITS // 16) + o_slot * (R * ROPE_BITS // 16)
         b_rs = words(p_r, m_t, R, ROPE_BITS, TILE, False)
         b_ws = words(p_c, m_t, D, BITS, TILE, BITS > 4)
         state = attended(
@@ -447,12 +447,12 @@ def attend_block(
 
 @triton.jit(do_not_specialize=["B", "L", "W", "SPLITS", "PAGED", "TABLE", "QUERIES", "s_mb", "s_mh", "s_mq"])
 def latent_kernel(
-    q, row, run, mask, out, out_top, out_sum, strides, factor, factors, B, L, W, SPLITS, PAGED, TABLE, QUERIES, s_mb,
+    q, row, runs, mask, out, out_top, out_sum, strides, factor, factors, B, L, W, SPLITS, PAGED, TABLE, QUERIES, s_mb,
     s_mh, s_mq, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """One split of one row against some of its queries: PAGED splits of its pages, then blocks of what is loose.
 
-    ``run``: table, codes, scales and minima of latents, codes and scales of rotary parts. A query is (D + R) numbers,
+    Keys of the run are latents, its values rotary parts. A query is (D + R) numbers,
     of which the first D are rotated here; ``factor`` is the rotation's. QUERIES: of a head, if SEVERAL.
     """
     if SHAPE.PDL:
@@ -490,8 +490,8 @@ def latent_kernel(
             for f in tl.static_range(len(b_qs)):
                 b_qs = put(b_qs, f, b_qs[f] * factor)
             attend_pages_of_split(
-                run, outs, b_qs, b_rope, i_row, i_b, o_m, m_m, i_first, i_end, n_sealed, TABLE, i_start, o_last, masks,
-                factors, SHAPE,
+                runs[0], outs, b_qs, b_rope, i_row, i_b, o_m, m_m, i_first, i_end, n_sealed, TABLE, i_start, o_last,
+                masks, factors, SHAPE,
             )  # fmt: skip
     else:
         b_qs = latent_queries(p_q, m_m, SHAPE.D, 16, 128, SHAPE.ROTATE)

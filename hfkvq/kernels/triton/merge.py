@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..hadamard import factor_of
-from ._lib import cdiv, power
+from ._lib import cdiv, overlap, power
 from .fields import LOG2E
 from .hadamard import butterflies
 from .launch import Launch
@@ -76,11 +76,9 @@ def merge_kernel(
 def merge_launch(
     part: tuple[int, ...],
     queries: int,
-    sinks: tuple[int, torch.dtype] | None,
+    sinks: int | None,
     rotate: int,
-    dependent: bool,
     device: torch.device,
-    dtype: torch.dtype,
 ) -> Launch:
     """A launch that merges splits: it takes part, part_top, part_sum, the sinks if there are any, and out.
 
@@ -90,10 +88,8 @@ def merge_launch(
 
     Args:
         part: shape of the first.
-        sinks: how many there are, and their dtype; None for none.
+        sinks: how many there are; None for none.
         rotate: rotation of the values, 0 for none.
-        dependent: whether the launch before is the kernel that writes the splits, and says when this one may start.
-        dtype: of the result. Another one is another variant of the kernel.
     """
     programs, splits, rows, value_dim = part
     # Where splits are many and rows few, channels share the work; a rotation needs those of its blocks.
@@ -106,16 +102,16 @@ def merge_launch(
     # Few warps find room beside the programs that they wait for, as long as registers hold so much.
     beside = large and size * width <= 16384
     constants = {
-        "SINKS": sinks[0] if sinks else 1,
+        "SINKS": sinks or 1,
         "SHARE": rows // queries,
         "SEVERAL": queries > 1,
         "DV": value_dim,
         "BS": max(16, min(size, (32768 if large else 8192) // width)),
         "BD": width,
         "ROTATE": rotate,
-        "PDL": dependent,
+        "PDL": bool(overlap(device)),
         "num_warps": 4 if splits <= 32 or beside else 16 if large else 8,
-        **({"launch_pdl": True} if dependent else {}),
+        **overlap(device),
     }
     grid = (rows, programs, cdiv(value_dim, width))
     numbers = {"SPLITS": splits, "norm": factor_of(rotate), "QUERIES": queries}
@@ -124,11 +120,6 @@ def merge_launch(
 
 def _without_sinks(given: Sequence[Any]) -> tuple[Any, ...]:
     return (*given[:3], None, given[3])
-
-
-def sinks_kind(sinks: Tensor | None) -> tuple[int, torch.dtype] | None:
-    """Kind of attention sinks, for `merge_launch`."""
-    return None if sinks is None else (sinks.shape[0], sinks.dtype)
 
 
 def mask_words(mask: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from ..dispatch import reference
-from ..pages import SIDES, StoreFormat
-from ._lib import DOT_DTYPES, cdiv, load_page, page_block, page_nest, page_shape, part_kinds, power
+from ..pages import StoreFormat
+from ._lib import DOT_DTYPES, cdiv, load_page, page_nest, part_kinds, run_shapes
 from .compile import Wanted
 from .hadamard import saturated
 from .launch import Launch
@@ -60,18 +60,14 @@ def restore_kernel(
 @lru_cache(maxsize=256)
 def _launch(store: str, heads: int, dims: tuple[int, int], rows: int, blocks: int, device: torch.device) -> Launch:
     formats = StoreFormat.parse(store).runs[0]
-    block = min(page_block(fmt, dim, TILE) for fmt, dim in zip(formats, dims, strict=True))
-    shapes = [page_shape(fmt, side, dim) for fmt, side, dim in zip(formats, SIDES, dims, strict=True)]
-    # The reference multiplies and adds, and rounds both.
-    constants = {"H": heads, "KEYS": shapes[0], "VALUES": shapes[1], "BT": block, "enable_fp_fusion": False}
-    constants |= {"BDK": max(16, power(dims[0])), "BDV": max(16, power(dims[1]))}
+    constants = {"H": heads, **run_shapes(formats, dims, TILE), "num_warps": WARPS}
     pages = page_nest(formats, 6)
 
     def nest(given: Sequence[Any]) -> tuple[Any, ...]:
         return (*given[:6], *pages(given))
 
-    grid = (cdiv(formats[0].page_size, block), rows * heads)
-    return Launch(restore_kernel, grid, {"N": blocks}, {**constants, "num_warps": WARPS}, device, nest)
+    grid = (cdiv(formats[0].page_size, constants["BT"]), rows * heads)
+    return Launch(restore_kernel, grid, {"N": blocks}, constants, device, nest)
 
 
 def restore_wanted(form: StoreFormat, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Wanted:

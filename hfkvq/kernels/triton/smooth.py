@@ -66,7 +66,7 @@ def smooth_triton(q: Tensor, k: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor
         return reference("smooth")(q, k, vectors)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     out_q, out_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    launch = smooth_launch(q.shape, q.stride(), k.shape, k.stride(), k.dtype, k.device)
+    launch = smooth_launch(q.shape, q.stride(), k.shape, k.stride(), k.device)
     if launch is not None:
         launch(q, k, vectors, out_q, out_k)
     return out_q, out_k
@@ -78,7 +78,6 @@ def smooth_launch(
     query_stride: tuple[int, ...],
     keys: tuple[int, ...],
     key_stride: tuple[int, ...],
-    dtype: torch.dtype,
     device: torch.device,
 ) -> Launch | None:
     """Takes queries, keys, the vectors, and what is written; None where there are no elements."""
@@ -100,6 +99,6 @@ def smooth_wanted(query_heads: int, heads: int, dim: int, dtype: torch.dtype, de
     for rows in (1, FEW + 1):
         shapes = [(rows, own, 1, dim) for own in (query_heads, heads)]
         strides = [(own * dim, dim, dim, 1) for own in (query_heads, heads)]
-        launch = smooth_launch(shapes[0], strides[0], shapes[1], strides[1], dtype, device)
+        launch = smooth_launch(shapes[0], strides[0], shapes[1], strides[1], device)
         assert launch is not None, "there are rows"
         yield launch.wanted([dtype, dtype, torch.float32, dtype, dtype])

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .. import windows
 from ..decode import LENGTH, RUNS, START
 from ..dispatch import Keep
 from ..windows import Sealing
-from ._lib import capability, power
+from ._lib import overlap, power
 from .append import (
     NewTokens,
     append_constants,
@@ -118,7 +119,6 @@ def advance_launch(
     """Takes keys, values, four windows, counters, new, sealed, two indices, flag, and positions if there are any."""
     constants = append_constants(tokens.keys, tokens.values, rotate_keys, rotate_values)
     batch, device = tokens.keys[0], tokens.device
-    dependent = capability(device)[0] >= 9
     numbers = append_numbers(tokens, constants)
     numbers |= {"B": batch, "capacity": capacity, "room": room, "N": positions or 0}
     constants |= {
@@ -126,8 +126,8 @@ def advance_launch(
         "SEALING": sealing,
         "BMK": power(sealing.most[0]),
         "BMV": power(sealing.most[1]),
-        "PDL": dependent,
-        **({"launch_pdl": True} if dependent else {}),
+        "PDL": bool(overlap(device)),
+        **overlap(device),
     }
 
     def nest(given: Sequence[Any]) -> tuple[Any, ...]:
@@ -136,14 +136,14 @@ def advance_launch(
     return Launch(advance_kernel, (batch,), numbers, constants, device, nest)
 
 
-def advance_triton(*given: Any, keep: Keep | None = None) -> None:
+def advance_triton(*given: Any) -> None:
     """Launcher of `hfkvq.kernels.step.advance`."""
-    keys, values, counters, windows, scratch, capacity, room, local, unit, rotate_keys, rotate_values = given
+    keys, values, counters, windows, scratch, capacity, room, local, unit, *rotate, keep = given
     assert all([x.is_contiguous() for x in (counters, *windows, *scratch)]), "written in place"
     new, runs = new_tokens(keys, values, windows), (counters.shape[0] - RUNS) // 2
     positions = scratch[5].shape[1] if len(scratch) > 5 else None
     sealing = Sealing(tuple(local), tuple(unit), (scratch[2].shape[1], scratch[3].shape[1]))
-    launch = advance_launch(new, runs, capacity, room, positions, sealing, rotate_keys, rotate_values)
+    launch = advance_launch(new, runs, capacity, room, positions, sealing, *rotate)
     if keep is not None:
         keep(launch.bound(None, None, *windows, counters, *scratch))
     launch(keys, values, *windows, counters, *scratch)
@@ -190,7 +190,6 @@ def observe_kernel(
 def observe_launch(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
-    dtype: torch.dtype,
     device: torch.device,
     heads: int,
     has_sealed: bool,
@@ -223,11 +222,18 @@ def observe_launch(
     return Launch(observe_kernel, (heads, batch), numbers, constants, device, nest)
 
 
-def observe_triton(*given: Any, keep: Keep | None = None) -> None:
+def observe_triton(
+    q: Tensor,
+    sums: Tensor,
+    counts: Tensor,
+    sealed: Tensor | None = None,
+    weight: Tensor | None = None,
+    rows: Tensor | None = None,
+    keep: Keep | None = None,
+) -> None:
     """Launcher of `hfkvq.kernels.step.observe`."""
-    q, sealed, sums, counts, weight, rows = given
     has = sealed is not None, weight is not None, 0 if rows is None else sums.shape[0]
-    launch = observe_launch(q.shape, q.stride(), q.dtype, q.device, sums.shape[1], *has)
+    launch = observe_launch(q.shape, q.stride(), q.device, sums.shape[1], *has)
     own = [sums, counts, *[x for x in (sealed, weight, rows) if x is not None]]
     if keep is not None:
         keep(launch.bound(None, *own))

@@ -17,7 +17,7 @@ import triton.language as tl
 from ..dispatch import reference
 from ..norms import Balance
 from ..pages import SIDES, PageFormat, StoreFormat
-from ._lib import DOT_DTYPES, Page, capability, multiprocessors, page_block, page_nest, page_shape, power
+from ._lib import DOT_DTYPES, Page, multiprocessors, overlap, page_block, page_nest, page_shape, power
 from .append import AppendShape, append_constants, append_side, new_rows
 from .launch import Launch
 from .norms import MOST_ELEMENTS, norm_constants, page_factors
@@ -310,12 +310,6 @@ def take_page_kernel(
             i_b = row_of_list(rows.steps + 8 * B, i_job, B, H)
 
 
-def _dependent(device: torch.device) -> dict[str, Any]:
-    """Constants by which a launch begins while the one before it still runs, from 9.0 on."""
-    dependent = capability(device)[0] >= 9
-    return {"PDL": dependent, **({"launch_pdl": True} if dependent else {})}
-
-
 def _sides(
     form: StoreFormat, heads: int, dims: Sequence[int], width: int, rule: str, balance: Sequence[Balance]
 ) -> tuple[list[SideShape], int, list[int | None]]:
@@ -385,7 +379,8 @@ def take_token_launch(
     factors = tuple([shape.HEAD.BLOCK**-0.5 for shape in shapes])
     numbers = {"s_k": key_stride, "s_v": value_stride, "factors": factors, "H": heads, "N": blocks}
     constants = {"KEYS": shapes[0], "VALUES": shapes[1], "num_warps": warps, "enable_fp_fusion": False}
-    return Launch(take_token_kernel, (rows * heads, 2), numbers, constants | _dependent(device), device, nest)
+    constants["PDL"] = bool(overlap(device))
+    return Launch(take_token_kernel, (rows * heads, 2), numbers, constants | overlap(device), device, nest)
 
 
 def take_token_triton(*given: Any) -> None:
@@ -453,7 +448,7 @@ def take_page_launch(
         "RESTORES": int(restores),
     }
     constants = {"SHARE": query[1] // heads, "BH": power(heads), "KEYS": shapes[0], "VALUES": shapes[1]}
-    constants |= {"num_warps": warps, "enable_fp_fusion": False, **_dependent(device)}
+    constants |= {"num_warps": warps, "enable_fp_fusion": False, "PDL": bool(overlap(device)), **overlap(device)}
     launch = Launch(take_page_kernel, (own + programs,), numbers, constants, device, nest)
     rooms = [None if size is None else (rows, heads, size) for size in factors]
     return launch, [*rooms, (rows, heads, dim) if sums else None]

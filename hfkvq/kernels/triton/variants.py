@@ -6,15 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..compile import Layer
-from ..fused import Widths
 from ..norms import Balance
 from ..pages import SIDES, PageFormat, StoreFormat
 from ..step import StepPlan
 from ..windows import Sealing
 from .append import NewTokens, append_launch
 from .claim import claim_wanted
-from .compile import GPUS, Compiled, Wanted, compile_all, leave_gpu_alone
+from .compile import GPUS, Wanted, compile_all, leave_gpu_alone
 from .decode import decode_wanted
 from .fused import fused_wanted
 from .gather import requests_wanted, run_wanted
@@ -31,39 +29,9 @@ from .tiles import INTERPRETED
 
 I32 = torch.int32
 
+__all__ = ["GPUS", "INTERPRETED", "compile_all", "fused_wanted", "leave_gpu_alone", "prompts_wanted", "wanted"]
+
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-
-
-def compile_layers(
-    layers: Sequence[Layer],
-    device: torch.device,
-    steps: Sequence[int],
-    absent: int | None,
-    around: tuple[Widths, torch.dtype] | None,
-    slots: bool,
-) -> list[Compiled]:
-    """See `hfkvq.kernels.compile.compile_layers`."""
-    if INTERPRETED.value:
-        return []
-    if absent is not None:
-        leave_gpu_alone(GPUS[absent])
-    every = [
-        each
-        for plan, heads, rule, smooths in layers
-        for each in wanted(plan, heads, rule, steps, device, smooths, slots)
-    ]
-    every += fused_wanted(*around, device) if around else ()
-    return compile_all(every, device if absent is None else None)
-
-
-def compile_prompts(
-    form: StoreFormat, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, rule: str, sums: bool,
-    balances: Sequence[Balance], slots: int,
-) -> list[Compiled]:  # fmt: skip
-    """See `hfkvq.kernels.compile.compile_prompts`."""
-    if INTERPRETED.value:
-        return []
-    return compile_all(list(prompts_wanted(form, sizes, dtype, device, rule, sums, balances, slots)), device)
 
 
 def prompts_wanted(
@@ -142,7 +110,7 @@ def _rest(
         yield from norms_wanted(fmt, plan.heads, dim, rounds, dtype)
     rotate = form.rotate_keys, form.rotate_values
     for tokens in steps:
-        new = _new_tokens(plan, tokens, dtype, device)
+        new = _new_tokens(plan, tokens, device)
         if slots:
             yield append_launch(new, *rotate, mapped=True).wanted([dtype] * 6 + [I32] * 2)
             continue
@@ -153,17 +121,17 @@ def _rest(
         shape, stride = (plan.rows, query_heads, 1, plan.key_dim), _step_stride(query_heads, plan.key_dim)
         # A slot's sums begin anew with its next request.
         anew = plan.query != "total" or slots
-        observe = observe_launch(shape, stride, dtype, device, plan.heads, anew, True, int(slots))
+        observe = observe_launch(shape, stride, device, plan.heads, anew, True, int(slots))
         yield observe.wanted([dtype, torch.float64, I32, *[I32] * anew, torch.float32, *[I32] * slots])
         # Steps that go one operation after the other.
-        plain = observe_launch(shape, stride, dtype, device, plan.heads, False, False)
+        plain = observe_launch(shape, stride, device, plan.heads, False, False)
         yield plain.wanted([dtype, torch.float64, I32])
     if plan.query == "keep":
         for fmt, _ in form.runs:
             yield run_wanted(fmt, "keys", plan.heads, plan.key_dim, dtype)
         # Their steps are the host's, unless they are recorded.
         for tokens in steps:
-            yield append_launch(_new_tokens(plan, tokens, dtype, device), *rotate).wanted([dtype] * 6 + [I32])
+            yield append_launch(_new_tokens(plan, tokens, device), *rotate).wanted([dtype] * 6 + [I32])
     for block in {form.rotate_keys, form.rotate_values} - {0}:
         yield hadamard_wanted(dtype, block)
 
@@ -179,9 +147,7 @@ def _step_stride(heads: int, dim: int, tokens: int = 1) -> tuple[int, ...]:
     return tokens * heads * dim, dim, heads * dim, 1
 
 
-def _new_tokens(plan: StepPlan, tokens: int, dtype: torch.dtype, device: torch.device) -> NewTokens:
+def _new_tokens(plan: StepPlan, tokens: int, device: torch.device) -> NewTokens:
     shapes = [(plan.rows, plan.heads, tokens, dim) for dim in (plan.key_dim, plan.value_dim)]
     strides = [_step_stride(plan.heads, dim, tokens) for dim in (plan.key_dim, plan.value_dim)]
-    return NewTokens(
-        shapes[0], strides[0], shapes[1], strides[1], (dtype, dtype), dtype, plan.format.sink, *plan.tails, device
-    )
+    return NewTokens(shapes[0], strides[0], shapes[1], strides[1], plan.format.sink, *plan.tails, device)

@@ -8,29 +8,19 @@ from typing import Any
 
 import torch
 
-from ...dispatch import Keep
 from ...pages import PageFormat, Side
-from ...seal import channel_widths
+from ...seal import channel_widths, parse_rule
 from .._lib import page_nest, side_kinds
 from ..compile import Wanted
 from ..launch import Launch
 from .channel import channel_constants, ranks_in_kernel, seal_channel_kernel
 from .token import seal_token_kernel, seal_unpacked_kernel, token_constants, unpacked_constants
-from .trellis import (
-    Chain,
-    measure_constants,
-    measure_keys_kernel,
-    ranks_walks,
-    seal_trellis_kernel,
-    walk_constants,
-)
+from .trellis import measure_constants, measure_keys_kernel, seal_trellis_kernel, walk_constants
 
 
-def seal_triton(*given: Any, keep: Keep | None = None) -> None:
+def seal_triton(*given: Any) -> None:
     """Launcher of `hfkvq.kernels.seal`."""
-    parts, table, count, new, source, index, widths, fmt, side, choose, q_abs, norm = given
-    form, at = _facts(fmt)
-    stored = source if at is None else parts[at]
+    source, index, parts, table, count, new, form, side, choose, q_abs, widths, norm, keep = given
     assert all([part.is_contiguous() for part in parts]), "pages are contiguous: they are written in place"
     batch, heads, _, head_dim = source.shape
     tokens = index.shape[1]
@@ -43,14 +33,16 @@ def seal_triton(*given: Any, keep: Keep | None = None) -> None:
         widths, rule = channel_widths(pages, form, rule, q_abs), ""
     weight = q_abs.to(torch.float32) if q_abs is not None and rule else None
     more = [x.contiguous() for x in (widths if form.raised else None, weight, norm) if x is not None]
-    has = (widths is not None and bool(form.raised), weight is not None, None if norm is None else norm.dtype)
-    shape, kinds = (batch, heads, head_dim), (source.dtype, stored.dtype, source.device)
-    launch = _launch(fmt, side, shape, source.stride(), *kinds, table.shape[1], tokens, rule, has)
+    has = widths is not None and bool(form.raised), weight is not None, norm is not None
+    sizes = (batch, heads, head_dim), source.stride(), source.device, table.shape[1], tokens
+    launches = _launches(form.spec, side, *sizes, rule, has)
     tensors = [*parts, table.contiguous(), count.contiguous(), new.contiguous(), source, index.contiguous(), *more]
     own = [*parts, table, count, new, source, index, *[x for x in (q_abs,) if x is not None]]
     if keep is not None and list(map(id, tensors)) == list(map(id, own)):
-        keep(launch.bound(*tensors))
-    launch(*tensors)
+        bound = [launch.bound(*tensors) for launch in launches]
+        keep(lambda: [launch() for launch in bound])
+    for launch in launches:
+        launch(*tensors)
     return None
 
 
@@ -66,53 +58,42 @@ def seal_wanted(
     weighed: bool,
 ) -> Iterator[Wanted]:
     """The variant for a source (B, H, D) of the model's dtype: raised by a rule, with weights or not, or by widths."""
-    form, _ = _facts(fmt.spec)
-    if rule and not _ranks(form, shape[2], rule):
+    if rule and not _ranks(fmt, shape[2], rule):
         rule = None
-    weighed = weighed and bool(rule)
-    given = (bool(form.raised) and not rule, weighed, torch.float16 if form.normed else None)
-    made = _launch(fmt.spec, side, shape, stride, dtype, dtype, device, 1, tokens, rule or "", given)
-    kinds = [*side_kinds(form, side, *shape[1:], dtype), *[torch.int32] * 3, dtype, torch.int32]
+    given = bool(fmt.raised) and not rule, weighed and bool(rule), fmt.normed
+    kinds = [*side_kinds(fmt, side, *shape[1:], dtype), *[torch.int32] * 3, dtype, torch.int32]
     kinds += [kind for kind, has in zip((torch.uint8, torch.float32, torch.float16), given, strict=True) if has]
-    for launch in made.launches if isinstance(made, Chain) else (made,):
+    for launch in _launches(fmt.spec, side, shape, stride, device, 1, tokens, rule or "", given):
         yield launch.wanted(kinds)
 
 
 def _ranks(form: PageFormat, head_dim: int, rule: str) -> bool:
     """True where a kernel ranks channels by a rule."""
-    return ranks_walks(form, rule) if form.trellis else ranks_in_kernel(form, head_dim)
-
-
-@lru_cache(maxsize=512)
-def _facts(fmt: str) -> tuple[PageFormat, int | None]:
-    """A format, and which of its tensors is in the model's dtype."""
-    form = PageFormat.parse(fmt)
-    at = 0 if form.bits == 16 else form.names.index("full") if form.raised_count(16) else None
-    return form, at
+    return parse_rule(rule).name == "error" if form.trellis else ranks_in_kernel(form, head_dim)
 
 
 @lru_cache(maxsize=1024)
-def _launch(
+def _launches(
     fmt: str,
     side: str,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
-    dtype: torch.dtype,
-    stored: torch.dtype,
     device: torch.device,
     blocks: int,
     tokens: int,
     rule: str,
-    given: tuple[bool, bool, torch.dtype | None],
-) -> Launch | Chain:
-    """Takes a side's tensors, table, count, new, source, index, and what is given of widths, weights and factors.
+    given: tuple[bool, bool, bool],
+) -> list[Launch]:
+    """Launches one after the other, which take the same tensors.
+
+    They are a side's tensors, table, count, new, source, index, and what is given of widths, weights and factors.
 
     Args:
         side: "keys" or "values".
         shape: of the source, but for its tokens.
         blocks: pages of a row.
         rule: by which the kernel chooses raised channels, or "".
-        given: whether there are widths, whether there are weights, and the dtype of factors, None for none.
+        given: whether there are widths, weights and factors.
     """
     form, is_keys, head_dim = PageFormat.parse(fmt), side == "keys", shape[2]
     slices = 1
@@ -144,10 +125,10 @@ def _launch(
 
     first = launch(kernel, takes, (tiles, slices), constants)
     if not form.trellis or not is_keys:
-        return first
+        return [first]
     tiles, constants = measure_constants(form, bool(rule), tokens, head_dim)
     launches = [launch(measure_keys_kernel, (0, 1), (tiles,), constants), first]
     if form.raised:
         tiles, constants = walk_constants(form, is_keys, True, tokens, head_dim)
         launches.append(launch(seal_trellis_kernel, (), (tiles,), constants))
-    return Chain(launches)
+    return launches

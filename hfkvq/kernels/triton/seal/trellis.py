@@ -7,18 +7,14 @@ time: more of either makes minima cross warps, several times as slow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ...pages import WALK, PageFormat
-from ...seal import parse_rule
 from ...trellis import FAR, FARTHEST, FRACTION, SPREAD
 from .._lib import F16_MAX, power
-from ..launch import Launch
 from ..tiles import put
 from ..trellis import AGAIN, load_numbers, numbers_of
 from .arithmetic import F16_TINY, rounded_product, warps_of
@@ -399,30 +395,3 @@ def measure_constants(form: PageFormat, ruled: bool, tokens: int, head_dim: int)
     shape = MeasureShape(head_dim, form.page_size, form.raised_count(3), ruled, power(head_dim))
     warps = warps_of(shape.BD * shape.G, MEASURED_THREAD)
     return tokens // form.page_size, {"SHAPE": shape, "num_warps": warps}
-
-
-def ranks_walks(form: PageFormat, rule: str) -> bool:
-    """True where `measure_keys_kernel` ranks channels by this rule, and has room for a page."""
-    return parse_rule(rule).name == "error"
-
-
-class Chain:
-    """Launches one after the other, which take the same tensors."""
-
-    def __init__(self, launches: Sequence[Launch]) -> None:
-        self.launches = tuple(launches)
-
-    def __call__(self, *tensors: Tensor) -> None:
-        """Launches all."""
-        for launch in self.launches:
-            launch(*tensors)
-
-    def bound(self, *tensors: Tensor | None) -> Callable[..., None]:
-        """All of them with tensors that stay where they are: see `Launch.bound`."""
-        launches = [launch.bound(*tensors) for launch in self.launches]
-
-        def launch(*given: Tensor) -> None:
-            for each in launches:
-                each(*given)
-
-        return launch
