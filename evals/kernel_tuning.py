@@ -34,14 +34,12 @@ GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
         "stages": (3, 7, 2, 5),
         "step": (128, 64, 0),
         "loose": (16, 32),
-        "max_registers": (168, 128, 0),
     },
     "latent": {
         "programs_per_sm": (2, 1),
         "stages": (3, 7, 5),
         "warps": (4, 8),
         "step": (64, 32, 0),
-        "max_registers": (128, 0),
     },
 }
 """Values tried for each knob, one knob at a time, those that may bring most first; then the best of each together."""

@@ -40,26 +40,11 @@ def reference(name: str) -> Callable[..., Any]:
     return _REFERENCES[name]
 
 
-def _imported(launcher: str) -> Callable[..., Any]:
-    """A launcher ("module:function" under `hfkvq.kernels.triton`), imported at its first call.
-
-    So nothing here needs Triton to be installed. A launcher takes what the reference takes, whose signature is that of
-    both.
-    """
-    module, function = launcher.split(":")
-
-    @functools.cache
-    def found() -> Callable[..., Any]:
-        return getattr(importlib.import_module(f"hfkvq.kernels.triton.{module}"), function)
-
-    def run(*args: Any, **direct: Any) -> Any:
-        return found()(*args, **direct)
-
-    return run
-
-
 def launched(launcher: str, fake: Callable[..., Any] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a function the reference of an operation, whose launcher takes the same arguments, a tensor first.
+
+    The launcher ("module:function" under `hfkvq.kernels.triton`) is imported at its first call: so nothing here needs
+    Triton to be installed.
 
     With a ``fake``, which makes the result's shapes alone, it is an op of PyTorch's as well: where a compiler traces,
     gradients are wanted or something else looks on. Elsewhere PyTorch's dispatcher is passed by, which takes some
@@ -67,14 +52,18 @@ def launched(launcher: str, fake: Callable[..., Any] | None = None) -> Callable[
     """
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
-        body, kernel = exact(function), _imported(launcher)
-        name = function.__name__.lstrip("_")
+        body, name = exact(function), function.__name__.lstrip("_")
         _REFERENCES[name] = body
+
+        @functools.cache
+        def kernel() -> Callable[..., Any]:
+            module, attribute = launcher.split(":")
+            return getattr(importlib.import_module(f"hfkvq.kernels.triton.{module}"), attribute)
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             first: Any = args[0]
-            return (kernel if is_direct(first) else body)(*args, **kwargs)
+            return (kernel() if is_direct(first) else body)(*args, **kwargs)
 
         if fake is None:
             return run

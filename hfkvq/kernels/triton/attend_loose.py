@@ -78,7 +78,8 @@ def attend_loose(
     N16: tl.constexpr = FORM.room16
     V_BITS: tl.constexpr = FORM.value_bits
     V_GROUP: tl.constexpr = FORM.value_group
-    B4: tl.constexpr = FORM.ranks4
+    # Raised channels are taken sixteen at a time.
+    B4: tl.constexpr = 16
     B16: tl.constexpr = FORM.ranks16
     BEK: tl.constexpr = FORM.key_words
     BEV: tl.constexpr = FORM.value_words

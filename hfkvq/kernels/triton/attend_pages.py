@@ -42,7 +42,8 @@ def attend_pages(
     V_GROUP: tl.constexpr = FORM.value_group
     BT: tl.constexpr = FORM.step
     SUB: tl.constexpr = FORM.sub
-    B4: tl.constexpr = FORM.ranks4
+    # Raised channels are taken sixteen at a time.
+    B4: tl.constexpr = 16
     B16: tl.constexpr = FORM.ranks16
     BEK: tl.constexpr = FORM.key_words
     BEV: tl.constexpr = FORM.value_words

@@ -21,13 +21,13 @@ Knobs = Mapping[str, int]
 
 DEFAULTS: Mapping[str, Knobs] = {
     # programs_per_sm: programs of one warp that run on a multiprocessor at a time (registers allow two on each of its
-    # four parts). stages: loads in flight. max_registers: limit a thread, 0 leaves it to the compiler. step: tokens
+    # four parts). stages: loads in flight. step: tokens
     # of a turn of the page loop, 0 for what suits the format. loose: tokens of a block of what no page holds, which are
     # in shared memory in 16 bits: 32, or 16 where there is little of it.
-    "decode": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
+    "decode": {"programs_per_sm": 8, "stages": 5, "step": 0, "loose": 32},
     # Programs over latents have so many warps; programs_per_sm counts those of eight. stages: half as many steps are in
     # flight, since words wait for the number of their page; with 4 none is.
-    "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8},
+    "latent": {"programs_per_sm": 1, "stages": 5, "step": 0, "warps": 8},
 }
 
 ANY = "*"

@@ -12,7 +12,7 @@ from ..hadamard import hadamard
 from ..pages import StoreFormat
 from .compile import Wanted
 from .decode_formats import BLOCK, is_served
-from .decode_plan import Queries, Scoring, plan_of, rotates, scoring_of, table_places
+from .decode_plan import Queries, plan_of, rotates, scoring_of, table_places
 from .dequantized import dequantized_decode
 from .latent import latent_attention
 from .merge import mask_words
@@ -39,7 +39,7 @@ def decode_wanted(
     rotate = rotates(store, head_dim)
     own = dtype if rotate == form.rotate_keys else torch.float32
     stride = (queries * query_heads * head_dim, head_dim, query_heads * head_dim, 1)
-    query, scoring = Queries((1, query_heads, queries, head_dim), stride, dtype), Scoring(None, None, head_dim**-0.5, 0)
+    query, scoring = Queries((1, query_heads, queries, head_dim), stride, dtype), scoring_of(None, None, head_dim**-0.5)
     # Rows of any length: variants do not depend on their pages.
     blocks = (1,) * len(form.runs)
     plan = plan_of(store, query, (heads, value_dim, BLOCK, BLOCK), blocks, scoring, device, rotate, False, mapped)
@@ -67,7 +67,7 @@ def decode_attention_triton(
     value_dim = sink_v.shape[-1]
     if store.latent or not is_served(spec, head_dim, value_dim, q.dtype):
         other = latent_attention if store.latent else dequantized_decode
-        found = other(q, counters, windows, runs, mask, sinks, scaling, softcap, store, rows)
+        found = other(q, counters, windows, runs, mask, sinks, scaling, softcap, store, early, rows)
         return found if out is None else out.copy_(found)
     rotate = rotates(spec, head_dim)
     if not rotate and store.rotate_keys:

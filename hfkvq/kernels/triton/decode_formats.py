@@ -193,7 +193,6 @@ def pair_format(
         value_trellis=values.trellis,
         step=step,
         sub=min(keys.group_size, step, 128 if coarse or values.trellis else 64) if channel else step,
-        ranks4=16,
         ranks16=max(16, power(room16)),
         key_words=width(keys, head_dim),
         value_words=width(values, value_dim),

@@ -109,13 +109,9 @@ class Scoring(NamedTuple):
     softcap: float
 
 
-def scoring_of(mask: Tensor | None, sinks: Tensor | None, scaling: float, softcap: float) -> Scoring:
+def scoring_of(mask: Tensor | None, sinks: Tensor | None, scaling: float, softcap: float = 0.0) -> Scoring:
     """Treatment of a call's logits."""
     return Scoring(mask if mask is None else mask_kind(mask), sinks if sinks is None else len(sinks), scaling, softcap)
-
-
-Windows = tuple[int, int, int, int]
-"""KV heads, value dim, slots of the tail of keys and of values."""
 
 
 def _tiles(
@@ -147,7 +143,7 @@ def programs_planned(form: StoreFormat, head_dim: int, value_dim: int, columns: 
 def plan_of(
     store: str,
     query: Queries,
-    windows: Windows,
+    windows: tuple[int, int, int, int],
     blocks: tuple[int, ...],
     scoring: Scoring,
     device: torch.device,
@@ -160,6 +156,7 @@ def plan_of(
     Args:
         store: name of the store's format.
         query: of the queries, rotated or not.
+        windows: KV heads, value dim, slots of the tail of keys and of values.
         blocks: pages of a row, for each run.
         scoring: of the logits.
         rotate: rotation by which the kernel turns queries, 0 where that is done.
@@ -199,7 +196,6 @@ def plan_of(
     for own in pairs:
         pages = [paged[i] for i in own]
         programs = sum(pages) + (loose if own[0] == 0 else 0) + sum(rests[i] for i in own)
-        registers = knobs[own[0]]["max_registers"]
         mode = FINE if fine else 0
         # Only the first launch comes behind `advance`.
         mode |= EARLY * (early and bool(overlap(device)) and first == 0)
@@ -249,7 +245,6 @@ def plan_of(
             "SHAPE": shape,
             "num_warps": 1,
             **overlap(device),
-            **({"maxnreg": registers} if registers else {}),
         }
         grid = (batch * heads, programs, tiles)
         nest = nest_of(form, tuple(own), scoring.mask is not None, mapped)

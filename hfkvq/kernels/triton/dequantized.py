@@ -225,24 +225,13 @@ def _split_counts(
     return runs, max(1, min(-(-window // block), aim))
 
 
-def dequantized_decode(
-    q: Tensor,
-    counters: Tensor,
-    windows: Sequence[Tensor],
-    runs: Sequence[Tensor],
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-    form: StoreFormat,
-    rows: Tensor | None,
-) -> Tensor:
+def dequantized_decode(q: Tensor, *given: Any) -> Tensor:
     """Launcher of `hfkvq.kernels.decode_attention`; f64, and tiles that outgrow shared memory, take the reference."""
+    counters, windows, runs, mask, sinks, scaling, softcap, form, _, rows = given
     sink_k, sink_v, tail_k, tail_v = (window.contiguous() for window in windows)
     batch, query_heads, queries, head_dim = q.shape
     heads, value_dim = sink_k.shape[1], sink_v.shape[-1]
     if q.dtype not in DOT_DTYPES or max(head_dim, value_dim) > (256 if q.dtype == torch.float32 else 512):
-        given = counters, windows, runs, mask, sinks, scaling, softcap, form, False, rows
         return reference("decode_attention")(q, *given)
     views = split_runs(form, runs)
     dtype, queried = q.dtype, query_heads // heads * queries

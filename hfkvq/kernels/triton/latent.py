@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,7 +137,6 @@ def _plan(
         "SHAPE": shape,
         "num_warps": warps,
         **overlap(device),
-        **({"maxnreg": knobs["max_registers"]} if knobs["max_registers"] else {}),
     }
     grid = (batch, splits, tiles)
     nest = nest_of(form, (0,), scoring.mask is not None, False)
@@ -165,27 +165,16 @@ def latent_wanted(
     rotate, width = _rotates(form), dim + rope_dim
     own = dtype if rotate == form.rotate_keys else torch.float32
     stride = (queries * heads * width, queries * width, width, 1)
-    query, scoring = Queries((1, heads, queries, width), stride, dtype), Scoring(None, None, width**-0.5, 0.0)
+    query, scoring = Queries((1, heads, queries, width), stride, dtype), scoring_of(None, None, width**-0.5)
     plan = _plan(form.spec, query, rope_dim, BLOCK, 1, scoring, device, rotate)
     yield from plan.wanted(form, own, 1, (dim, rope_dim), device, mapped=False)
 
 
-def latent_attention(
-    q: Tensor,
-    counters: Tensor,
-    windows: Sequence[Tensor],
-    runs: Sequence[Tensor],
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-    store: StoreFormat,
-    rows: Tensor | None = None,
-) -> Tensor:
+def latent_attention(q: Tensor, *given: Any) -> Tensor:
     """Launcher of `hfkvq.kernels.decode_attention` for latents, whose windows have the batch's rows."""
+    counters, windows, runs, mask, sinks, scaling, softcap, store, *_ = given
     dtype, dim, rope_dim = q.dtype, windows[0].shape[-1], windows[1].shape[-1]
     if not is_served(store.spec, dim, rope_dim, dtype):
-        given = counters, windows, runs, mask, sinks, scaling, softcap, store
         return reference("decode_attention")(q, *given)
     rotate = _rotates(store)
     if rotate != store.rotate_keys:

@@ -22,8 +22,6 @@ Nest = Callable[[Sequence[Any]], tuple[Any, ...]]
 UNASKED = 48 << 10
 """Bytes of shared memory that a program may have without asking the driver first."""
 
-_CHAIN = getattr(knobs, "HookChain", None)
-
 
 class Launch:
     """A kernel with its grid, numbers and constants, for tensors of known shapes, strides and device.
@@ -177,9 +175,7 @@ def is_watched() -> bool:
     """True if somebody, a profiler for example, wants to be told of launches."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    if type(enter) is type(leave) is _CHAIN:
-        return bool(enter.calls or leave.calls)
-    # Single hooks, or those of another release.
+    # Chains of hooks, or single ones, as those of other releases are.
     return bool(
         (enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True))
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -115,11 +113,8 @@ def merge_launch(
     }
     grid = (rows, programs, cdiv(value_dim, width))
     numbers = {"SPLITS": splits, "norm": factor_of(rotate), "QUERIES": queries}
-    return Launch(merge_kernel, grid, numbers, constants, device, None if sinks else _without_sinks)
-
-
-def _without_sinks(given: Sequence[Any]) -> tuple[Any, ...]:
-    return (*given[:3], None, given[3])
+    nest = None if sinks else lambda given: (*given[:3], None, given[3])
+    return Launch(merge_kernel, grid, numbers, constants, device, nest)
 
 
 def mask_words(mask: Tensor) -> Tensor:

@@ -244,8 +244,8 @@ def norm_constants(axis: str, page: int, head_dim: int, rounds: int, rule: str) 
 
 
 def norms_wanted(fmt: PageFormat, heads: int, head_dim: int, balance: Balance, dtype: torch.dtype) -> Iterator[Wanted]:
-    """The variant for prompts and for steps."""
-    if fmt.page_size * power(head_dim) <= MOST_ELEMENTS:
+    """The variant for prompts and for steps, where pages are normed."""
+    if fmt.normed and fmt.page_size * power(head_dim) <= MOST_ELEMENTS:
         constants = norm_constants(fmt.axis, fmt.page_size, head_dim, *balance)
         tensors = (torch.float16, dtype, torch.int32, torch.int32)
         yield Wanted(page_norms_kernel, (*tensors, 16, 16, 16, 1, heads, 1, 1), constants)

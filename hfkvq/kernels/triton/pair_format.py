@@ -21,7 +21,6 @@ class PairFormat(NamedTuple):
         value_trellis: whether their codes are walks, see `hfkvq.kernels.trellis`.
         step: tokens of a turn of the page loop.
         sub: tokens of a tile: what shares the scales of a key channel.
-        ranks4: channels at 4 bits that are taken at a time.
         ranks16: room for those at 16 bits, a power of two.
         key_words: elements of a field of keys, a power of two.
         value_words: of a field of values.
@@ -43,7 +42,6 @@ class PairFormat(NamedTuple):
     value_trellis: bool
     step: int
     sub: int
-    ranks4: int
     ranks16: int
     key_words: int
     value_words: int

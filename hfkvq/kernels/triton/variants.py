@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..norms import Balance
-from ..pages import SIDES, PageFormat, StoreFormat
+from ..pages import SIDES, StoreFormat
 from ..step import StepPlan
 from ..windows import Sealing
 from .append import NewTokens, append_launch
@@ -45,8 +45,7 @@ def prompts_wanted(
         # Every row of a call looks at the same tokens.
         given = (1, heads, dim), (0, dim, heads * dim, 1), dtype, device, fmt.page_size, ruled
         yield from seal_wanted(fmt, side, *given, sums and ruled is not None)
-        if fmt.normed:
-            yield from norms_wanted(fmt, heads, dim, balance, dtype)
+        yield from norms_wanted(fmt, heads, dim, balance, dtype)
     for rotate in {form.rotate_keys, form.rotate_values} - {0}:
         yield hadamard_wanted(dtype, rotate)
     yield requests_wanted(form, heads, dim, dtype, device, windowed=form.sink > 0)
@@ -106,8 +105,8 @@ def _rest(
 ) -> Iterator[Wanted]:
     form, runs = plan.format, len(plan.format.runs)
     positions = None if form.ordered else 1
-    for fmt, dim, rounds in _normed(plan):
-        yield from norms_wanted(fmt, plan.heads, dim, rounds, dtype)
+    for fmt, dim, balance in zip(form.runs[-1], (plan.key_dim, plan.value_dim), plan.balance, strict=True):
+        yield from norms_wanted(fmt, plan.heads, dim, balance, dtype)
     rotate = form.rotate_keys, form.rotate_values
     for tokens in steps:
         new = _new_tokens(plan, tokens, device)
@@ -134,12 +133,6 @@ def _rest(
             yield append_launch(_new_tokens(plan, tokens, device), *rotate).wanted([dtype] * 6 + [I32])
     for block in {form.rotate_keys, form.rotate_values} - {0}:
         yield hadamard_wanted(dtype, block)
-
-
-def _normed(plan: StepPlan) -> list[tuple[PageFormat, int, Balance]]:
-    dims = (plan.key_dim, plan.value_dim)
-    formats = plan.format.runs[-1]
-    return [(f, d, b) for f, d, b in zip(formats, dims, plan.balance, strict=True) if f.normed]
 
 
 def _step_stride(heads: int, dim: int, tokens: int = 1) -> tuple[int, ...]:
