@@ -37,7 +37,7 @@ from hfkvq.kernels.triton.compile import GPUS, Wanted, compile_all, leave_gpu_al
 from hfkvq.kernels.triton.hadamard import hadamard_wanted
 from hfkvq.kernels.triton.place import place_kernel
 from hfkvq.vllm.pages import PAGE, LayerPages, Prompts, bytes_of_page
-from hfkvq.vllm.windows import Claim, WindowPages, WindowPrompts
+from hfkvq.vllm.windows import WindowPages, WindowPrompts
 from tests.kernels.compile_kernels import BF16, FrontEnd, Idle, in_turn, name_of, pretend, tensor
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -143,13 +143,13 @@ def run_engine(preset: str, layer: int) -> tuple[Any, ...]:
         windows = [torch.zeros(2 * slots + 2, KV_HEADS, PAGE, DIM, dtype=BF16) for _ in range(2)]
         given = form, KV_HEADS, DIM, data, (windows[0], windows[1])
         pages = WindowPages(*given, rule, balances, sums if asked else None)
-        slot = torch.zeros(3, dtype=I32)
         table, known, past = (torch.zeros(size, dtype=I32) for size in ((3, 5), 3, 3))
         for sealed in (None, torch.zeros(2, dtype=I32)):
-            kernels.claim(table, known, kernels.new_slots(slots, torch.device("cpu")), PAGE, 1, past, sealed)
-        claim = Claim(slot, slot, slot)
-        pages.take_prompts(query, key, value, WindowPrompts.of(rows, KV_HEADS, slots).placed(claim))
-        pages.restore(table, claim)
+            claimed = kernels.claim(table, known, kernels.new_slots(slots, torch.device("cpu")), PAGE, 1, past, sealed)
+        # Nothing that is launched here runs.
+        claimed.found.zero_()
+        pages.take_prompts(query, key, value, WindowPrompts.of(rows, KV_HEADS, slots).placed(claimed.found[0]))
+        pages.restore(table, claimed)
     else:
         tails = torch.zeros(3, KV_HEADS, 16, DIM, dtype=BF16)
         pages = LayerPages(form, KV_HEADS, DIM, data, (tails, tails))
