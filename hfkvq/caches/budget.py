@@ -635,6 +635,7 @@ class Budget:
             i, (_, scheme) = each
             return layer_bytes(scheme, shape, room) - held[i]
 
+        known: dict[Any, Tensor] = {}
         try:
             for i, (layer, scheme) in sorted(layers, key=growth):
                 own = shape._replace(gone=max(shape.gone, layer.gone))
@@ -642,11 +643,12 @@ class Budget:
                 if layer.buffer.tensor is None or layer.buffer.plan != plan or layer.scheme != scheme or forgets:
                     size = buffer_bytes(plan)
                     most = max(self.limit - now - size, relaid_scratch(plan))
-                    self._move(cache, i, layer, scheme, plan, own.gone, most)
+                    self._move(cache, i, layer, scheme, plan, own.gone, most, known)
                     now += size - held[i]
         finally:
             # Should a layer fail, each is where it was or where it was to go.
-            self.adopt([layer.scheme for layer in cache.compressed_layers])
+            ends = zip(cache.compressed_layers, schemes, rungs, self.rungs, strict=True)
+            self.rungs = tuple(to if layer.scheme == scheme else here for layer, scheme, to, here in ends)
             cache.preset = self.preset()
 
     def compile_ladder(self, cache: Any, keys: Tensor) -> None:
@@ -692,13 +694,22 @@ class Budget:
         return made.centred_at_zero() if layer._keeps_logits else made
 
     def _move(
-        self, cache: Any, index: int, layer: KVLayer, scheme: Scheme, plan: StepPlan, gone: int, most: int
+        self,
+        cache: Any,
+        index: int,
+        layer: KVLayer,
+        scheme: Scheme,
+        plan: StepPlan,
+        gone: int,
+        most: int,
+        known: dict[Any, Tensor],
     ) -> None:
         """Takes a layer to another scheme, another room, or fewer tokens, or leaves it as it was.
 
         Args:
             gone: columns that have no room then; see `KVLayer.gone`.
             most: bytes that may be taken beside the new buffer.
+            known: see `relaid`.
         """
         store, buffer, queries = layer.held(), layer.buffer, layer.queries
         assert buffer is not None, "a cache with a budget has buffers"
@@ -714,7 +725,7 @@ class Budget:
             """Some of the layer's keys, as the model made them."""
             plain = replaced(old, keys=replaced(old.keys, rotate=0))
             raw = basis_change(old, plain, "keys", None if before is None else before.raw, None)
-            first = torch.zeros(store.batch, dtype=torch.long, device=store.device)
+            first = torch.zeros(store.batch, 1, dtype=torch.long, device=store.device)
             return Reader(store.state, "keys", raw).pages(first, 4)
 
         smoothing = self._smoothing(cache, index, layer, scheme, keys)
@@ -739,7 +750,7 @@ class Budget:
         with torch.inference_mode(False):
             tensor = torch.zeros(buffer_bytes(plan), dtype=torch.uint8, device=store.device)
             views = views_of_buffer(tensor, plan)
-        state = relaid(store.state, views, old, new, scheme, changes, most, layer.hold, q_abs, kept)
+        state = relaid(store.state, views, old, new, scheme, changes, most, known, layer.hold, q_abs, kept)
         with unchanged_on_error([x for x in (layer, buffer, buffer.sync, queries) if x is not None]):
             layer.store, layer.scheme, layer.smoothing = (
                 store.laid_out(new, scheme, state, layer.hold),

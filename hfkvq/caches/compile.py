@@ -137,7 +137,12 @@ def compile_ahead(
 
 
 def compile_kernels(
-    config: PreTrainedConfig, layers: Sequence[Any], keys: torch.Tensor, fused: bool = False, slots: bool = False
+    config: PreTrainedConfig,
+    layers: Sequence[Any],
+    keys: torch.Tensor,
+    fused: bool = False,
+    slots: bool = False,
+    moves: bool = False,
 ) -> None:
     """Compiles what a cache on a GPU will launch, before its first layer does; once in a process for caches alike.
 
@@ -145,7 +150,7 @@ def compile_kernels(
         layers: of the cache that hold pages, or stand-ins with their scheme, window and ``record_past``.
         keys: (B, H, t, D) of the first layer: its heads are those of this process, where several share a model.
         fused: whether steps are fused around attention.
-        slots: whether layers are an engine's; see `hfkvq.kernels.compile.compile_layers`.
+        slots: whether layers are an engine's; see `hfkvq.kernels.compile.compile_layers`, and for ``moves``.
     """
     try:
         shapes = shapes_of(config)
@@ -156,7 +161,7 @@ def compile_kernels(
             shape = shape._replace(heads=shape.heads // shape.kv_heads * heads, kv_heads=heads)
         kinds = tuple(dict.fromkeys((layer.scheme, shape._replace(window=layer.window)) for layer in layers))
         around = widths_of(config, shape, keys.shape[0]) if fused else None
-        _compile(kinds, keys.dtype, keys.device, layers[0].record_past, around, slots)
+        _compile(kinds, keys.dtype, keys.device, layers[0].record_past, around, slots, moves)
     except Exception as error:
         logger.warning(FAILED, error)
 
@@ -196,7 +201,7 @@ def compile_rungs(
 
     def run() -> None:
         for layer in layers:
-            compile_kernels(config, [layer], like, fused, slots)
+            compile_kernels(config, [layer], like, fused, slots, moves=not slots)
 
     if later:
         threading.Thread(target=run, name="hfkvq-rungs", daemon=True).start()
@@ -212,6 +217,8 @@ def _compile(
     several: bool,
     around: Widths | None,
     slots: bool,
+    moves: bool,
 ) -> None:
     layers = [each for scheme, shape in kinds for each in layers_of([scheme], [shape], dtype, several)]
-    compile_layers(layers, device, SEVERAL if several else (1,), around=around and (around, dtype), slots=slots)
+    steps, own = SEVERAL if several else (1,), around and (around, dtype)
+    compile_layers(layers, device, steps, around=own, slots=slots, moves=moves)

@@ -33,6 +33,7 @@ def compile_layers(
     absent: int | None = None,
     around: tuple[Widths, torch.dtype] | None = None,
     slots: bool = False,
+    moves: bool = False,
 ) -> list[tuple[str, str]]:
     """Compiles all that layers launch for prompts and steps, side by side into Triton's cache, and waits for it.
 
@@ -45,6 +46,7 @@ def compile_layers(
         absent: one of `GPUS`, in place of this process's own GPU; the process can launch nothing afterwards.
         around: sizes and dtype of a model whose steps are fused around attention.
         slots: whether windows are slots of an engine, which a map gives to its requests.
+        moves: whether layers come to other formats, for which their pages are read.
 
     Returns:
         Name of each kernel, and the compiler's error or "".
@@ -58,7 +60,7 @@ def compile_layers(
     every = [
         each
         for plan, heads, rule, smooths in plain
-        for each in own.wanted(plan, heads, rule, tuple(steps), device, smooths, slots)
+        for each in own.wanted(plan, heads, rule, tuple(steps), device, smooths, slots, moves)
     ]
     every += own.fused_wanted(*around, device) if around else ()
     return own.compile_all(every, device if absent is None else None)

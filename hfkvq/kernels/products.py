@@ -1,4 +1,4 @@
-"""Pages as dense tokens, in f32."""
+"""Pages as dense tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import launched
+from .hadamard import saturated
 from .pages import PageFormat, Side
 from .quantize import dequantize_pages
 
@@ -21,7 +22,16 @@ def table_pages(parts: Sequence[Tensor], table: Tensor, fmt: PageFormat, side: S
 
 @launched("gather:run_pages_triton")
 def run_pages(
-    table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: PageFormat, side: Side, head_dim: int
+    table: Tensor,
+    count: Tensor | None,
+    parts: Sequence[Tensor],
+    fmt: PageFormat,
+    side: Side,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Dense tokens of every row's pages, f32 (B, H, n*G, D); anything behind its ``count`` (i32 (B,)), NaN included."""
-    return table_pages(parts, table, fmt, side, head_dim).transpose(1, 2).flatten(2, 3)
+    """Dense tokens of every row's pages, (B, H, n*G, D); anything behind its ``count`` (i32 (B,)), NaN included.
+
+    Without ``count`` all pages are read whole, and hold anything where nothing was sealed.
+    """
+    return saturated(table_pages(parts, table, fmt, side, head_dim).transpose(1, 2), dtype).flatten(2, 3)

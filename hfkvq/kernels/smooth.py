@@ -43,4 +43,4 @@ def unsmooth(k: Tensor, vectors: Tensor) -> Tensor:
     """The keys (B, H, T, D) that `smooth` was given, up to rounding: ``k = k' / factor + shift``."""
     kind = torch.promote_types(k.dtype, torch.float32)
     shift, _, scale = vectors.to(kind)[:, :, None]
-    return saturated(torch.addcmul(shift, k.to(kind), scale), k.dtype)
+    return saturated(torch.addcmul(shift, k, scale), k.dtype)

@@ -30,7 +30,7 @@ from hfkvq.caches.layers.memory import format_bytes
 from hfkvq.caches.schemes.base import Layout, SideLayout
 from hfkvq.caches.schemes.kivi import Kivi
 from hfkvq.caches.store.kvstore import write_pages
-from hfkvq.caches.store.relaid import COPIES, basis_change
+from hfkvq.caches.store.relaid import basis_change
 from hfkvq.caches.store.state import as_bytes
 from hfkvq.kernels.hadamard import saturated
 from hfkvq.kernels.pages import SIDES, PageFormat
@@ -42,6 +42,9 @@ logger = logging.getLogger("hfkvq")
 
 SCRATCH = 64
 """Part of the budget that the pages at work in a step down may take."""
+
+COPIES = 8
+"""Copies in f32, at the most, of the pages at work: dequantized, unpacked, turned, sealed."""
 
 PADDING = 2
 """Blocks of every layer that belong to no request: rows that pad a batch read and write them."""

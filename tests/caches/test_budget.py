@@ -186,7 +186,8 @@ def test_a_step_is_captured_at_once_after_a_change(model, monkeypatch):
     cache.integrity_check()
     assert max(map(max, cache.budget.rungs)) == 2
     assert (len(firsts), TapeGraph.made) == (1, 1 + len(moves))
-    assert alive == [0, 1, 1, 1]
+    assert len(moves) > 2
+    assert alive == [0, *[1] * len(moves)]
 
 
 @pytest.mark.parametrize("name", ["best-4.3", "trellis-2.5"])

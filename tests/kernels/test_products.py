@@ -72,3 +72,13 @@ def test_no_pages(backend):
     keys = fmt.allocate("keys", 0, HEADS, 64, torch.float32, backend)
     table, count = (torch.zeros(*size, dtype=torch.int32, device=backend) for size in ((ROWS, 0), (ROWS,)))
     assert run_pages(table, count, keys, fmt, "keys", 64).shape == (ROWS, HEADS, 0, 64)
+
+
+@pytest.mark.parametrize("spec", ["4c16p32", "4t80p16"])
+def test_whole_pages_in_the_models_dtype(backend, spec):
+    """Without counts, from any block on, as a cache reads them that goes down a rung."""
+    full = [PAGES * PageFormat.parse(spec).page_size] * ROWS
+    parts, table, _, dense, fmt = pages(spec, "values", 80, full)
+    parts = [part.to(backend) for part in parts]
+    got = run_pages(table.to(backend)[:, 1:], None, parts, fmt, "values", 80, torch.bfloat16)
+    assert torch.equal(got.cpu(), dense[:, :, fmt.page_size :].bfloat16())

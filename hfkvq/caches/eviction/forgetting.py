@@ -76,7 +76,7 @@ def page_scores(layer: Any, queries: QueryStatistics) -> Tensor:
         found = [logits(state.windows[0], asking, at, 0).logsumexp(-1, keepdim=True)] if sink else []
         for block in range(0, blocks, chunk):
             count = min(chunk, blocks - block)
-            keys = reader.pages(length.new_full((rows,), block, dtype=torch.long), count)
+            keys = reader.pages(length.new_full((rows, 1), block, dtype=torch.long), count)
             x = logits(keys, asking, at, sink + block * page)
             found.append(x.unflatten(-1, (count, page)).logsumexp(-1))
         paid = torch.cat(found, -1)

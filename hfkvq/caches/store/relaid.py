@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hfkvq import kernels
 from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count
 from hfkvq.kernels.hadamard import hadamard
 from hfkvq.kernels.pages import Side
-from hfkvq.kernels.quantize import dequantize_pages
 from hfkvq.kernels.step import StepPlan, StepState
 from hfkvq.kernels.windows import tokens_due, tokens_due_by_row
 
@@ -31,7 +31,7 @@ from .state import SIDES, StoreState, as_bytes
 MOST = 8192
 """Most tokens of each row that are dequantized at a time, in whole pages."""
 
-COPIES = 8
+COPIES = 4
 """Copies in f32, at the most, of the tokens that are at work: dequantized, unpacked, turned, sealed."""
 
 
@@ -42,9 +42,11 @@ def pages_at_a_time(blocks: int, page: int, tail: int) -> int:
 
 def relaid_scratch(plan: StepPlan) -> int:
     """Bytes that `relaid` needs at the least beside a new buffer of this plan."""
-    page = plan.format.runs[0][0].page_size
-    pages = pages_at_a_time(plan.blocks[0], page, max(plan.tails))
-    return COPIES * 4 * plan.rows * plan.heads * max(plan.key_dim, plan.value_dim) * pages * page + 4096
+    page, tail = plan.format.runs[0][0].page_size, max(plan.tails)
+    tokens = pages_at_a_time(plan.blocks[0], page, tail) * page + plan.format.sink + tail
+    # Columns of windows stay until all layers have moved.
+    columns = 64 * plan.rows * tail + 4096
+    return COPIES * 4 * plan.rows * plan.heads * max(plan.key_dim, plan.value_dim) * tokens + columns
 
 
 class Kept(NamedTuple):
@@ -82,60 +84,67 @@ class Reader:
         self.state, self.change, self.kept, self.at = state, change, kept, SIDES.index(side)
         self.view, self.fmt = state.runs[0], state.format.runs[0][self.at]
         self.parts = self.view.keys if side == "keys" else self.view.values
-        self.tail, self.sealed = state.windows[2 + self.at], run_count(state.counters, 0, side)
-        self.gone = torch.zeros_like(self.sealed) if kept is None else kept.gone
-        self.sealed = self.sealed - self.gone
+        self.sink, self.tail = state.windows[self.at], state.windows[2 + self.at]
+        sealed = run_count(state.counters, 0, side)[:, None]
+        self.sealed = sealed if kept is None else sealed - kept.gone[:, None]
 
     def turned(self, x: Tensor) -> Tensor:
         return x if self.change is None or not x.numel() else self.change(x)
 
+    def _blocks(self, first: Tensor | int, count: int) -> Tensor:
+        """Pages of ``count`` blocks of each row from block ``first`` (i64 (B, 1)) on: i32 (B, count)."""
+        table = self.view.table
+        if isinstance(first, int):
+            return table[:, first : first + count]
+        block = first + torch.arange(count, device=table.device)
+        return table.gather(1, block.clamp(max=table.shape[1] - 1))
+
     def raw(self, first: Tensor | int, count: int) -> list[Tensor]:
-        """Tensors of ``count`` pages of each row from block ``first`` (i64 (B,)) on, as bytes: (B * count, H, ...)."""
-        table, last = self.view.table, self.view.table.shape[1] - 1
-        if isinstance(first, int) and self.kept is None:
-            ids = table[:, first : first + count].flatten()
-            return [as_bytes(part).index_select(0, ids) for part in self.parts]
-        step = torch.arange(count, device=table.device)
-        block = (first[:, None] if isinstance(first, Tensor) else first) + step.expand(self.state.batch, -1)
+        """Tensors of these blocks' pages, of those that stay, as bytes: (B * count, H, ...)."""
         if self.kept is None:
-            ids = table.gather(1, block.clamp(0, last)).flatten()
+            ids = self._blocks(first, count).flatten()
             return [as_bytes(part).index_select(0, ids) for part in self.parts]
-        heads, pages = self.tail.shape[1], self.kept.pages
-        own = pages.gather(2, block.clamp(0, pages.shape[2] - 1)[:, None].expand(-1, heads, -1)).clamp(max=last)
+        table, pages, heads = self.view.table, self.kept.pages, self.tail.shape[1]
+        block = (first + torch.arange(count, device=table.device)).expand(self.state.batch, -1)
+        block = block.clamp(max=pages.shape[2] - 1)[:, None].expand(-1, heads, -1)
+        own = pages.gather(2, block).clamp(max=table.shape[1] - 1)
         ids = table.long()[:, None].expand(-1, heads, -1).gather(2, own).transpose(1, 2).flatten(0, 1)
         return [as_bytes(part)[ids, torch.arange(heads, device=table.device)] for part in self.parts]
 
     def sealed_pages(self, first: Tensor | int, count: int) -> Tensor:
-        """Tokens of ``count`` pages as `pages` has them, in the basis that they are stored in; all of them sealed."""
-        parts = [x.view(part.dtype) for x, part in zip(self.raw(first, count), self.parts, strict=True)]
-        dense = parts[0]
-        if self.fmt.bits < 16:
-            dense = dequantize_pages(parts, self.fmt, self.side, self.tail.shape[3])
-        dense = dense.unflatten(0, (self.state.batch, count)).transpose(1, 2)
-        return torch.empty(dense.shape, dtype=self.tail.dtype, device=dense.device).copy_(dense).flatten(2, 3)
+        """Tokens of these pages in the basis that they are stored in: (B, H, count * G, D); all of them sealed."""
+        batch, parts = self.state.batch, self.parts
+        if self.fmt.bits == 16:
+            return self.raw(first, count)[0].unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
+        if self.kept is None:
+            table = self._blocks(first, count)
+        else:
+            parts = [x.view(part.dtype) for x, part in zip(self.raw(first, count), parts, strict=True)]
+            table = torch.arange(batch * count, dtype=torch.int32, device=self.tail.device).view(batch, count)
+        return kernels.run_pages(table, None, parts, self.fmt, self.side, self.tail.shape[3], self.tail.dtype)
+
+    def columns(self, first: Tensor | int, count: int) -> Tensor:
+        """Sink, ``count`` pages of each row from block ``first`` (i64 (B, 1)) on, and tail: (B, H, n, D)."""
+        pages = [self.sealed_pages(first, count)] if count and self.view.table.shape[1] else []
+        return self.turned(torch.cat([self.sink, *pages, self.tail], 2))
+
+    def column(self, token: Tensor, first: Tensor | int, count: int) -> Tensor:
+        """Columns of `columns` that have these run tokens, i64 (B, m), of the pages that were read or behind them."""
+        page, tail = self.fmt.page_size, self.tail.shape[2]
+        slot = (token if self.kept is None else token + self.kept.gone[:, None]) % tail
+        read = count * page if self.view.table.shape[1] else 0
+        return self.sink.shape[2] + torch.where(token < self.sealed, token - first * page, slot + read)
 
     def pages(self, first: Tensor, count: int) -> Tensor:
-        """Tokens of ``count`` pages of each row from block ``first`` (i64 (B,)) on: (B, H, count * G, D)."""
+        """Tokens of ``count`` pages of each row from block ``first`` (i64 (B, 1)) on: (B, H, count * G, D)."""
         page = self.fmt.page_size
-        token = first[:, None] * page + torch.arange(count * page, device=first.device)
-        slot = (token + self.gone[:, None]) % self.tail.shape[2]
-        index = slot[:, None, :, None].expand(-1, self.tail.shape[1], -1, self.tail.shape[3])
-        found = self.tail.gather(2, index)
-        if self.view.table.shape[1]:
-            is_sealed = (token < self.sealed[:, None])[:, None, :, None]
-            found = torch.where(is_sealed, self.sealed_pages(first, count), found)
-        return self.turned(found)
+        token = first * page + torch.arange(count * page, device=first.device)
+        return taken(self.columns(first, count), self.column(token, first, count))
 
-    def window(self, slots: int, rest: Tensor) -> Tensor:
-        """The tail of so many slots, of which slot s holds the newest run token t with ``t % slots == s``."""
-        page = self.fmt.page_size
-        first = (rest - slots).clamp(min=0) // page
-        tokens = self.pages(first, slots // page + 2)
-        slot = torch.arange(slots, device=rest.device)[None]
-        newest = rest[:, None] - 1
-        token = (newest - (newest - slot) % slots).clamp(min=0)
-        index = (token - first[:, None] * page).clamp(0, tokens.shape[2] - 1)
-        return tokens.gather(2, index[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[3]))
+
+def taken(x: Tensor, columns: Tensor) -> Tensor:
+    """Columns i64 (B, m) of tokens (B, H, n, D), of each row its own."""
+    return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def basis_change(old: Layout, new: Layout, side: Side, raw: Any, smooth: Any) -> Callable[[Tensor], Tensor] | None:
@@ -167,6 +176,7 @@ def relaid(
     scheme: Scheme,
     changes: dict[Side, Callable[[Tensor], Tensor] | None],
     most: int,
+    known: dict[Any, Tensor],
     hold: int = 0,
     q_abs: Tensor | None = None,
     kept: Kept | None = None,
@@ -178,6 +188,7 @@ def relaid(
         buffer: an empty one of the new layout, with room for all tokens.
         changes: of each side that is quantized anew, the change of its basis. Other sides keep their bits.
         most: bytes that may be allocated beside the buffer; the more, the more pages are sealed at a time.
+        known: columns of windows, for layers one after the other: of rows that are alike they follow from numbers.
         hold: newest tokens that stay unsealed, beyond what the layout says.
         q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
         kept: pages that stay; None for all.
@@ -194,51 +205,73 @@ def relaid(
         dropped, settled = state.dropped + gone, max(state.settled, kept.settled)
         state = state.replace(states=kept.states, dropped=dropped, settled=settled)
     torch.arange(table.numel(), device=table.device, out=table.view(-1))
-    rest = (counters[LENGTH] - sink).clamp(min=0)
-    longest, page = max(state.longest - sink, 0), form.runs[0][0].page_size
+    page, batch, device = form.runs[0][0].page_size, state.batch, table.device
     blocks, states = table.shape[1], list(state.states)
+    rests = [max(row.length - sink, 0) for row in states]
+    rest = (counters[LENGTH] - sink).clamp(min=0)
+    # Where all rows are alike, nothing has to be computed of them on the device.
+    alike = len(states) == 1 and kept is None
+    held = before.runs[0].table
+    # Blocks that have no page yet get any.
+    ids = held if blocks == held.shape[1] else pad(held[:, :blocks], (0, max(blocks - held.shape[1], 0)))
+    # A token of each row, as `relaid_scratch` counts it.
+    work = 4 * COPIES * batch * state.heads * max(state.dims.values())
+    windows = sink + max(buffer.windows[2].shape[2], buffer.windows[3].shape[2])
+    chunk = max(1, min(MOST, most // work - windows) // page) if work else 1
+    index = torch.arange(chunk * page, dtype=torch.int32, device=device).expand(batch, -1)
     for at, (side, own) in enumerate(zip(SIDES, (new.keys, new.values), strict=True)):
         reader = Reader(before, side, changes.get(side), kept)
         fmt, run, tail = own.formats[0], buffer.runs[0], buffer.windows[2 + at]
-        parts, local, held = (run.keys, run.values)[at], max(own.local, hold), reader.view.table
-        # A page of each row, as `relaid_scratch` counts it.
-        work = 4 * COPIES * state.batch * tail.shape[1] * page * tail.shape[3]
-        chunk = max(1, min(MOST // page, most // work)) if work else 1
+        parts, local = (run.keys, run.values)[at], max(own.local, hold)
+        had, slots = [row.sealed(side) for row in states], tail.shape[2]
         if side in changes:
-            counters[RUNS + at] = sealed = tokens_due_by_row(rest, 0, local, own.unit)
-            covered = min(row.sealed(side) for row in states) // page
-            first, end = 0, -(-tokens_due(longest, 0, local, own.unit) // page)
-            while first < end:
-                count = min(chunk, end - first, covered - first if first < covered else end)
-                if first < covered:
-                    tokens = reader.turned(reader.sealed_pages(first, count))
-                else:
-                    tokens = reader.pages(torch.full_like(rest, first, dtype=torch.long), count)
-                done = sealed.clamp(max=first * page)
-                coming = (sealed - first * page).clamp(0, count * page)
-                index = torch.arange(count * page, dtype=torch.int32, device=rest.device).expand(state.batch, -1)
-                pages, weights = (parts, table, done, coming), q_abs if side == "keys" else None
-                write_pages(pages, fmt, side, tokens, index.contiguous(), new, scheme, weights)
-                first += count
-            target = [tokens_due(max(row.length - sink, 0), 0, local, own.unit) for row in states]
+            due, sealed = [tokens_due(each, 0, local, own.unit) for each in rests], counters[RUNS + at]
+            sealed.copy_(tokens_due_by_row(rest, 0, local, own.unit)) if len(due) > 1 else sealed.fill_(due[0])
             states = [
                 RowState(row.length, *((n, row.values) if at == 0 else (row.keys, n)))
-                for row, n in zip(states, target, strict=True)
+                for row, n in zip(states, due, strict=True)
             ]
+            covered, end = min(had) // page, -(-max(due) // page)
+            steps = torch.arange(0, (end + chunk) * page, chunk * page, dtype=torch.int32, device=device)
+            done = steps[:, None].minimum(sealed)
+            coming, weights = done[1:] - done[:-1], q_abs if side == "keys" else None
+            for n, first in enumerate(range(0, end, chunk)):
+                count = min(chunk, end - first)
+                if first + count <= covered:
+                    tokens = reader.turned(reader.sealed_pages(first, count))
+                else:
+                    tokens = reader.pages(torch.full((batch, 1), first, device=device), count)
+                pages = parts, table, done[n], coming[n]
+                write_pages(pages, fmt, side, tokens, index[:, : count * page].contiguous(), new, scheme, weights)
         elif kept is not None:
-            for first in range(0, min(held.shape[1], blocks, -(-longest // page)), chunk):
+            for first in range(0, min(held.shape[1], blocks, -(-max(rests) // page)), chunk):
                 target = table[:, first : first + chunk].flatten().long()
-                for part, pages in zip(parts, reader.raw(first, len(target) // state.batch), strict=True):
+                for part, pages in zip(parts, reader.raw(first, len(target) // batch), strict=True):
                     as_bytes(part)[target] = pages
         elif held.shape[1]:
-            # Blocks that have no page yet get any.
-            ids = pad(held[:, :blocks], (0, max(blocks - held.shape[1], 0))).flatten()
             for part, old_part in zip(parts, reader.parts, strict=True):
-                torch.index_select(as_bytes(old_part), 0, ids, out=as_bytes(part))
-        if sink:
-            buffer.windows[at].copy_(reader.turned(state.windows[at]))
-        same = side not in changes and kept is None and tail.shape == reader.tail.shape
-        tail.copy_(reader.tail if same else reader.window(tail.shape[2], rest.long()))
+                torch.index_select(as_bytes(old_part), 0, ids.flatten(), out=as_bytes(part))
+        if side not in changes and kept is None and slots == reader.tail.shape[2]:
+            buffer.windows[at].copy_(reader.sink)
+            tail.copy_(reader.tail)
+            continue
+        # Slot s has the newest run token t with ``t % slots == s``.
+        if alike:
+            first = max(rests[0] - slots, 0) // page
+            count = max(-(-had[0] // page) - first, 0)
+        else:
+            first, count = ((rest - slots).clamp(min=0) // page)[:, None].long(), slots // page + 2
+        key = side, rests[0], had[0], slots, reader.tail.shape[2]
+        columns = known.get(key) if alike else None
+        if columns is None:
+            newest = (rest - 1)[:, None].long()
+            token = (newest - (newest - torch.arange(slots, device=device)) % slots).clamp(min=0)
+            columns = reader.column(token, first, count)
+            if alike:
+                known[key] = columns
+        x = reader.columns(first, count)
+        buffer.windows[at].copy_(x[:, :, :sink])
+        tail.copy_(taken(x, columns))
     return state.replace(
         format=form, sizes=sizes, counters=counters, windows=buffer.windows, runs=buffer.runs, states=frozenset(states)
     )

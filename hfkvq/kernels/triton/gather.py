@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.jit import MockTensor
 
 from ..decode import RUNS
 from ..dispatch import reference
@@ -58,21 +57,24 @@ def store_tokens(
     tl.store(out + o_row[:, None] * D + o_d[None, :], b_x, mask=m_t[:, None] & (o_d < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["B", "N", "COLUMNS"])
+# Tables may begin at any block.
+@triton.jit(do_not_specialize=["table", "B", "N", "COLUMNS"])
 def gather_pages_kernel(
     out, counters, table, pos, page, rotation, B, N, COLUMNS, H: tl.constexpr, COUNTER: tl.constexpr, S: tl.constexpr,
     WINDOW: tl.constexpr, SHAPE: tl.constexpr, ROTATE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """BT tokens of one page of a run, whose tokens sealed are row COUNTER of the counters."""
+    """BT tokens of one page of a run, whose tokens sealed are row COUNTER of the counters; all, without counters."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
     G: tl.constexpr = SHAPE.G
     CHUNKS: tl.constexpr = (G + BT - 1) // BT
     i_page, i_slot = i_t // CHUNKS, i_t % CHUNKS * BT
     # The loads start together: most of a program's time is waiting for one after the other.
-    n = tl.load(counters + COUNTER * B + i_b)
-    i_start = tl.load(counters + i_b)
-    i_length = tl.load(counters + B + i_b)
+    n, i_start = N * G, 0
+    if counters is not None:
+        n = tl.load(counters + COUNTER * B + i_b)
+        i_start = tl.load(counters + i_b)
+        i_length = tl.load(counters + B + i_b)
     i_head = tl.load(table + i_b * N + i_page).to(tl.int64) * H + i_h
     if i_page * G + i_slot >= n:
         return
@@ -168,29 +170,50 @@ def _run_constants(fmt: PageFormat, side: Side, heads: int, head_dim: int) -> di
     return own | _page_constants(fmt, 0, side, head_dim) | {"COUNTER": RUNS}
 
 
-def run_wanted(fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> Wanted:
-    """The variant of `run_pages_triton`."""
-    (page,) = page_nest((fmt,), 0)([MockTensor(kind) for kind in side_kinds(fmt, side, heads, head_dim, dtype)])
-    tensors = torch.float32, torch.int32, torch.int32, None, page
-    return Wanted(gather_pages_kernel, (*tensors, 1.0, 2, 2, 2), _run_constants(fmt, side, heads, head_dim))
+@lru_cache(maxsize=256)
+def _run_launch(
+    fmt: PageFormat, side: Side, rows: int, blocks: int, heads: int, head_dim: int, counted: bool, device: torch.device
+) -> Launch:
+    """Takes the result, counters if there are any, the table, and the pages' tensors."""
+    constants, pages = _run_constants(fmt, side, heads, head_dim), page_nest((fmt,), 2 + counted)
+    numbers = {"rotation": 1.0, "B": rows, "N": blocks, "COLUMNS": blocks * fmt.page_size}
+    grid = (blocks * cdiv(fmt.page_size, constants["BT"]), rows * heads)
+
+    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
+        return given[0], given[1] if counted else None, given[1 + counted], None, pages(given)[0]
+
+    return Launch(gather_pages_kernel, grid, numbers, constants, device, nest)
 
 
-def run_pages_triton(*given: Any) -> Tensor:
-    """Launcher of `hfkvq.kernels.products.run_pages`; 16-bit pages of f64 take the reference."""
-    table, count, parts, fmt, side, head_dim = given
-    if fmt.bits == 16 and parts[0].dtype not in DOT_DTYPES:
-        return reference("run_pages")(*given)
+def run_wanted(
+    fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, whole: bool
+) -> Wanted:
+    """The variant of `run_pages_triton` in f32, or for whole pages in the model's dtype."""
+    launch = _run_launch(fmt, side, 1, 1, heads, head_dim, not whole, device)
+    first = [dtype] if whole else [torch.float32, torch.int32]
+    return launch.wanted([*first, torch.int32, *side_kinds(fmt, side, heads, head_dim, dtype)])
+
+
+def run_pages_triton(
+    table: Tensor,
+    count: Tensor | None,
+    parts: Sequence[Tensor],
+    fmt: PageFormat,
+    side: Side,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Launcher of `hfkvq.kernels.products.run_pages`; models of f64 take the reference."""
+    if dtype not in DOT_DTYPES or (fmt.bits == 16 and parts[0].dtype not in DOT_DTYPES):
+        return reference("run_pages")(table, count, parts, fmt, side, head_dim, dtype)
     (batch, blocks), heads = table.shape, parts[0].shape[1]
-    out = torch.empty((batch, heads, blocks * fmt.page_size, head_dim), dtype=torch.float32, device=table.device)
+    assert all([part.is_contiguous() for part in parts]), "pages are contiguous"
+    out = torch.empty((batch, heads, blocks * fmt.page_size, head_dim), dtype=dtype, device=table.device)
     if out.numel():
         # The first token is the first column.
-        counters = torch.cat([table.new_zeros((RUNS, batch)), count[None]])
-        constants = _run_constants(fmt, side, heads, head_dim)
-        with on_device(out):
-            gather_pages_kernel[(blocks * cdiv(fmt.page_size, constants["BT"]), batch * heads)](
-                out=out, counters=counters, table=table.contiguous(), pos=None, page=page_tensors(parts, fmt),
-                rotation=1.0, B=batch, N=blocks, COLUMNS=out.shape[2], **constants,
-            )  # fmt: skip
+        counters = [] if count is None else [torch.cat([table.new_zeros((RUNS, batch)), count[None]])]
+        launch = _run_launch(fmt, side, batch, blocks, heads, head_dim, count is not None, table.device)
+        launch(out, *counters, table.contiguous(), *parts)
     return out
 
 

@@ -59,7 +59,7 @@ def prompts_wanted(
 
 def wanted(
     plan: StepPlan, query_heads: int, rule: str | None, steps: Sequence[int], device: torch.device,
-    smooths: bool = False, slots: bool = False,
+    smooths: bool = False, slots: bool = False, moves: bool = False,
 ) -> list[Wanted]:  # fmt: skip
     """All that prompts launch for a layer, and steps of so many tokens; see `hfkvq.kernels.compile`."""
     dtype = DTYPES.get(plan.dtype)
@@ -78,6 +78,9 @@ def wanted(
     found += _rest(plan, own, steps, dtype, device, slots)
     if smooths:
         found += smooth_wanted(query_heads, plan.heads * plan.fold, plan.key_dim, dtype, device)
+    if moves:
+        for side, fmt, dim in zip(SIDES, plan.format.runs[0], (plan.key_dim, plan.value_dim), strict=True):
+            found += [run_wanted(fmt, side, plan.heads, dim, dtype, device, True)] if fmt.bits < 16 else []
     return found
 
 
@@ -127,7 +130,7 @@ def _rest(
         yield plain.wanted([dtype, torch.float64, I32])
     if plan.query == "keep":
         for fmt, _ in form.runs:
-            yield run_wanted(fmt, "keys", plan.heads, plan.key_dim, dtype)
+            yield run_wanted(fmt, "keys", plan.heads, plan.key_dim, dtype, device, False)
         # Their steps are the host's, unless they are recorded.
         for tokens in steps:
             yield append_launch(_new_tokens(plan, tokens, device), *rotate).wanted([dtype] * 6 + [I32])
