@@ -21,7 +21,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -133,22 +133,18 @@ class Measured:
     Attributes:
         near: deviation of each key channel within `TOKENS` tokens, where RoPE turns slow channels hardly.
         query: root mean square of the queries of each KV head; None where attention did not show them.
+        smoothings: vectors for keys as they are, and for those that are rotated.
     """
 
     mean: Tensor
     deviation: Tensor
     near: Tensor
     query: Tensor | None
-
-    @cached_property
-    def _smoothings(self) -> tuple[KeySmoothing, KeySmoothing]:
-        made = (vectors_of(self.mean, self.deviation, self.query, rotated) for rotated in (False, True))
-        keys, rotated = (KeySmoothing(vectors) for vectors in made)
-        return keys, rotated
+    smoothings: list[KeySmoothing] = field(default_factory=list)
 
     def smoothing(self, layout: Layout) -> KeySmoothing:
         """The vectors for a layer of this layout."""
-        return self._smoothings[layout.keys.rotate > 0]
+        return self.smoothings[layout.keys.rotate > 0]
 
     def logit_noise(self, layout: Layout, smoothed: bool) -> Tensor | None:
         """Standard deviation of what rounding keys adds to a logit, by estimate: f32 (H,).
@@ -290,7 +286,7 @@ def digest_of_model(model: Any) -> str | None:
     whole = hashlib.sha256()
     found = measure(model, text_config(model.config))
     for layer, own in sorted(found.items()):
-        for smoothing in own._smoothings:
+        for smoothing in own.smoothings:
             whole.update(str(layer).encode() + smoothing.vectors.cpu().numpy().tobytes())
     return whole.hexdigest() if found else None
 
@@ -411,6 +407,17 @@ def _measured(model: Any, config: Any) -> tuple[Mapping[int, Measured], str | No
         if keeps_logits:
             mean, deviation = torch.zeros_like(mean), torch.hypot(mean, deviation)
         found[layer] = Measured(mean, deviation, near, query)
+    # Heads of all layers alike together: a layer's operations by themselves are many.
+    alike: dict[Any, list[Measured]] = {}
+    for own in found.values():
+        alike.setdefault((own.mean.shape[1], own.mean.device, own.query is None), []).append(own)
+    for group in alike.values():
+        mean, deviation = torch.cat([own.mean for own in group]), torch.cat([own.deviation for own in group])
+        asked = [own.query for own in group if own.query is not None]
+        for rotated in (False, True):
+            made = vectors_of(mean, deviation, torch.cat(asked) if asked else None, rotated)
+            for own, vectors in zip(group, made.split([len(own.mean) for own in group], 1), strict=True):
+                own.smoothings.append(KeySmoothing(vectors.contiguous()))
     return found, None
 
 
