@@ -91,7 +91,7 @@ class KVLayer(CacheLayerMixin):
         edition: grows whenever the layer changes, by which handles know whether they are good.
         offloaded: whether pages lie in the host's memory.
         smoothing: by which keys are smoothed as they come, and queries as they attend; None where keys stay as they
-            are. Whatever the layer holds is smoothed, and `staged` too. Its cache gives it to an empty layer.
+            are. Whatever the layer holds is smoothed. Its cache gives it to an empty layer.
         smooths_by_prompt: whether a first prompt gives it, since the cache's model does not.
         queries: statistics of queries, where the scheme weighs channels by them, else None.
         reads_tags: whether the scheme reads tags of tokens.
@@ -145,7 +145,7 @@ class KVLayer(CacheLayerMixin):
         self.edition += 1
         self.seen = self.new_columns = self.newest = 0
         self.store: KVStore | None = None
-        self.staged: tuple[Tensor, Tensor] | None = None
+        self.staged = None
         self.padding: Padding | None = None
         self.gone, self.cuts = 0, None
         self.uncommitted = self.evicted = self.differentiated = self._keeps_logits = False
@@ -182,9 +182,20 @@ class KVLayer(CacheLayerMixin):
         return self.scheme.smooths_keys and not self.holds_latents
 
     @property
+    def staged(self) -> tuple[Tensor, Tensor] | None:
+        """New tokens that are not in the store yet, keys smoothed: at the first question, or with a step's queries."""
+        if self._plain and self._staged is not None and self.smoothing is not None:
+            self.staged = self.smoothing.keys(self._staged[0]), self._staged[1]
+        return self._staged
+
+    @staged.setter
+    def staged(self, tokens: tuple[Tensor, Tensor] | None) -> None:
+        self._staged, self._plain = tokens, False
+
+    @property
     def staged_length(self) -> int:
         """New tokens that are not in the store yet."""
-        return 0 if self.staged is None else self.staged[0].shape[2]
+        return 0 if self._staged is None else self._staged[0].shape[2]
 
     @property
     def columns(self) -> int:
@@ -363,8 +374,6 @@ class KVLayer(CacheLayerMixin):
         if self.differentiated:
             key_states, value_states = key_states.detach(), value_states.detach()
         batch, heads, tokens, key_dim = key_states.shape
-        if self.smoothing is not None:
-            key_states = self.smoothing.keys(key_states)
         unseen = self.new_columns and self.store is not None
         if unseen and self.eviction is not None and self.own_attention:
             raise ValueError(
@@ -376,6 +385,7 @@ class KVLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self.settle()
         self.staged, self.padding = (key_states, value_states), None
+        self._plain = self.smoothing is not None
         self.new_columns = self.newest = tokens
         self.seen += tokens
         self.edition += 1
@@ -493,6 +503,15 @@ class KVLayer(CacheLayerMixin):
         """Queries (B, Hq, Q, D) as they attend to what the layer holds."""
         return query if self.smoothing is None else self.smoothing.queries(query)
 
+    def smoothed_step(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, Hq, Q, D) of a step, and its staged keys and values, smoothed in one launch."""
+        assert self._staged is not None, "asked before"
+        if self._plain and self.smoothing is not None:
+            query, keys = self.smoothing.both(query, self._staged[0])
+            self.staged = keys, self._staged[1]
+            return query, *self._staged
+        return self.smoothed_query(query), *self._staged
+
     def _keep_logits(self) -> None:
         """Lets logits be those of the model, before anything but a first prompt's tokens has been smoothed.
 
@@ -503,7 +522,7 @@ class KVLayer(CacheLayerMixin):
         self._keeps_logits = True
         if own is None or known:
             return
-        staged = self.staged
+        staged = None if self._plain else self._staged
         # This asks the device.
         if not own.vectors[0].any():
             return
@@ -525,7 +544,7 @@ class KVLayer(CacheLayerMixin):
         Not ``commit``: what is due of a step stays, and no budget is kept.
         """
         eviction = self.eviction
-        left = self.staged is not None or self.uncommitted or (eviction is not None and eviction.pending is not None)
+        left = self._staged is not None or self.uncommitted or (eviction is not None and eviction.pending is not None)
         if self.store is None or not left:
             return
         if self.cuts is not None and self.staged is not None:
@@ -548,9 +567,10 @@ class KVLayer(CacheLayerMixin):
     def _push_staged(self, mask: Tensor | None, queries: int) -> bool:
         """Lets staged tokens of a step join the store before attention; see `begin`."""
         store = self.held()
-        if self.staged is None:
+        staged = self.staged
+        if staged is None:
             return queries <= MAX_STEP
-        keys, values = self.staged
+        keys, values = staged
         tokens = keys.shape[2]
         # With shared keys and values, a later layer may come without a mask: what was found stays.
         if mask is not None and (tokens > 1 or any(state.length == 0 for state in store.states)):

@@ -543,8 +543,7 @@ class StepBuffer(Part):
         store, state, plan = layer.held(), self.state, self.plan
         assert state is not None
         assert plan is not None
-        assert layer.staged is not None
-        (keys, values), query = layer.staged, layer.smoothed_query(query)
+        query, keys, values = layer.smoothed_step(query)
         then, self.open = store.forecast(keys.shape[2], layer.hold), True
         try:
             out = run_step(query, keys, values, arguments.biased(), state, plan, any(then.due))
