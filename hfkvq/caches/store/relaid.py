@@ -240,7 +240,7 @@ def relaid(
                 if first + count <= covered:
                     tokens = reader.turned(reader.sealed_pages(first, count))
                 else:
-                    tokens = reader.pages(torch.full((batch, 1), first, device=device), count)
+                    tokens = reader.pages(torch.full((batch, 1), first, dtype=torch.long, device=device), count)
                 pages = parts, table, done[n], coming[n]
                 write_pages(pages, fmt, side, tokens, index[:, : count * page].contiguous(), new, scheme, weights)
         elif kept is not None:
