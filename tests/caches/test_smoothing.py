@@ -315,3 +315,18 @@ def test_a_model_that_moves_after_it_was_measured():
     for cache in caches:
         assert (fed(model, cache, ids.cuda(), 50, 7).cpu() - expected).norm() < 0.05 * expected.norm()
     assert caches[0].layers[1].smoothing is caches[1].layers[1].smoothing
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_step_without_graphs_smooths_in_one_launch(tokens, monkeypatch):
+    """Queries and keys together in each layer; a prompt's keys for themselves."""
+    model, calls, smooth = biased(), [], smoothing.kernels.smooth
+    cache = MixedKVCache(model, small("saw-int4"), graphs=False)
+    fed(model, cache, prompt(1, 70))
+    monkeypatch.setattr(
+        smoothing.kernels,
+        "smooth",
+        lambda q, k, vectors: calls.append((q.shape[2], k.shape[2])) or smooth(q, k, vectors),
+    )
+    fed(model, cache, prompt(1, tokens))
+    assert calls == [(tokens, tokens)] * len(cache.compressed_layers)
