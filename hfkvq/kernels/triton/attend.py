@@ -12,20 +12,35 @@ import triton.language as tl
 
 from .attend_loose import attend_loose
 from .attend_pages import attend_pages
-from .attend_rows import (
-    ask_ahead,
-    first_token,
-    last_past,
-    last_visible,
-    loop_tokens,
-    mask_start,
-    query_rows,
-    row_counters,
-)
+from .attend_rows import first_token, last_past, last_visible, loop_tokens, mask_start, query_rows, row_counters
 from .fields import fields_of, query_fields, words_of
 from .pair_format import EARLY, FINE, TURNED
 
 BY_STEPS, IS_EARLY, IS_TURNED = (tl.constexpr(bit) for bit in (FINE, EARLY, TURNED))
+
+
+@triton.jit
+def ask_ahead(p, BYTES: tl.constexpr):
+    """Has BYTES from ``p`` on brought into the L2 cache: one instruction, from compute capability 9.0 on.
+
+    It takes multiples of 16; of head dims that make others nothing is asked for.
+    """
+    if BYTES % 16 == 0:
+        tl.inline_asm_elementwise(
+            asm="""{
+            .reg .pred p;
+            .reg .b32 t;
+            mov.u32 t, %laneid;
+            setp.eq.u32 p, t, 0;
+            @p cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.b32 $0, 0;
+            }""",
+            constraints="=r,l,r",
+            args=[p.to(tl.int64), BYTES],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -66,19 +81,12 @@ def ask_for_page(run, i_head, FORM: tl.constexpr, SHAPE: tl.constexpr):
     ask_ahead(run.k_zero + i_head * K_META, 2 * K_META)
     if FORM.room3 + FORM.room4 > 0:
         ask_ahead(run.k_high + i_head * (G // 8 * (FORM.room3 + FORM.room4)), G // 4 * (FORM.room3 + FORM.room4))
-        # Queries and scales of raised channels wait for the channels' numbers, of a byte each.
-        ask_ahead(run.k_high_index + i_head * (FORM.room3 + FORM.room4), FORM.room3 + FORM.room4)
     if FORM.room16 > 0:
         ask_ahead(run.k_full + i_head * (G * FORM.room16), 2 * G * FORM.room16)
-        ask_ahead(run.k_full_index + i_head * FORM.room16, FORM.room16)
-    if FORM.key_norm:
-        ask_ahead(run.k_norm + i_head * G, 2 * G)
     ask_ahead(run.v_codes + i_head * (V_BYTES // 2), V_BYTES)
     ask_ahead(run.v_scale + i_head * V_META, 2 * V_META)
     if not FORM.value_trellis:
         ask_ahead(run.v_zero + i_head * V_META, 2 * V_META)
-    if FORM.value_norm:
-        ask_ahead(run.v_norm + i_head * SHAPE.DV, 2 * SHAPE.DV)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from . import key_logits as keys
 from . import value_sums as values
-from .attend_rows import ask_ahead, last_past, last_visible, loop_tokens, mask_start, query_rows, row_counters
+from .attend_rows import last_past, last_visible, loop_tokens, mask_start, query_rows, row_counters
 from .fields import LOG2E, channels_of, fields_of, first_channel, key_unit, of_head, query_fields, words_of
 from .pair_format import EARLY
 from .tiles import as_operand, as_product, dotable, put
@@ -24,25 +24,6 @@ def loose_counters(counters, i_b, B, KIND: tl.constexpr, RUN: tl.constexpr, TOTA
             n_k += tl.load(counters + (2 + 2 * i) * B + i_b, cache_modifier=".cg")
         n_v = n_k
     return i_start, i_length, n_k, n_v
-
-
-@triton.jit
-def ask_for_windows(
-    row, i_wh, i_length, n_k, n_v, i_block, SINKS: tl.constexpr, WK, WV, SHAPE: tl.constexpr
-):  # fmt: skip
-    """Has a block of the sink or of the tail brought into the L2 cache, where it lies in one piece."""
-    BR: tl.constexpr = SHAPE.BR
-    K_BYTES: tl.constexpr = 2 * BR * SHAPE.D
-    V_BYTES: tl.constexpr = 2 * BR * SHAPE.DV
-    if i_block < SINKS:
-        if SHAPE.S % BR == 0:
-            ask_ahead(row.sink_k + (i_wh * SHAPE.S + i_block * BR) * SHAPE.D, K_BYTES)
-            ask_ahead(row.sink_v + (i_wh * SHAPE.S + i_block * BR) * SHAPE.DV, V_BYTES)
-    else:
-        i_j = tl.minimum(n_k, n_v) // BR * BR + (i_block - SINKS) * BR
-        if (i_j + SHAPE.S < i_length) & (WK % BR == 0) & (WV % BR == 0):
-            ask_ahead(row.tail_k + (i_wh * WK + i_j % WK) * SHAPE.D, K_BYTES)
-            ask_ahead(row.tail_v + (i_wh * WV + i_j % WV) * SHAPE.DV, V_BYTES)
 
 
 # A function of its own: some of Triton's passes take the square of what is reached from a load, and more. It ends the
@@ -104,8 +85,6 @@ def attend_loose(
     b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, SHAPE.ROTATE)
     if SHAPE.PDL:
         if MODE & IS_EARLY != 0:
-            if KIND == 0:
-                ask_for_windows(row, i_wh, i_length, n_k, n_v, i_block, SINKS, WK, WV, SHAPE)
             tl.extra.cuda.gdc_wait()
             i_start, i_length, n_k, n_v = loose_counters(row.counters, i_b, B, KIND, RUN, SHAPE.TOTAL)
     if KIND == 1:

@@ -7,30 +7,6 @@ import triton.language as tl
 
 
 @triton.jit
-def ask_ahead(p, BYTES: tl.constexpr):
-    """Has BYTES from ``p`` on brought into the L2 cache: one instruction, from compute capability 9.0 on.
-
-    It takes multiples of 16; of head dims that make others nothing is asked for.
-    """
-    if BYTES % 16 == 0:
-        tl.inline_asm_elementwise(
-            asm="""{
-            .reg .pred p;
-            .reg .b32 t;
-            mov.u32 t, %laneid;
-            setp.eq.u32 p, t, 0;
-            @p cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.b32 $0, 0;
-            }""",
-            constraints="=r,l,r",
-            args=[p.to(tl.int64), BYTES],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def row_counters(counters, i_b, B, RUN: tl.constexpr):
     """Counters of a row: padding, tokens, and keys and values in pages of a run.
 
