@@ -302,7 +302,7 @@ def fill(model: Any, given: argparse.Namespace, order: Any) -> Record:
         peaks, held = {"prompt": peak()}, {"prompt": cache.memory().total}
         if memory == MUCH:
             # Layers move now, not in steps, so that what these take beside is the forward's alone.
-            cache.reserve(1)
+            budget.reserve(cache, 1)
             peak()
         for _ in range(3):
             one_step(model, cache)
