@@ -49,6 +49,9 @@ OTHERS = {
 }
 """Names of simulated formats in the picture."""
 
+MOST_KLD = 0.6
+"""Divergence at the picture's upper edge; what lies above is written there as a number."""
+
 PUBLISHED = ("saw-int4", "kitty-pro")
 """Methods of others in the ladder."""
 
@@ -206,6 +209,10 @@ def picture(path: Path) -> None:
             x = one.get("bits") or float(bits(preset).split(" to ")[-1])
             color, mark = (RED, "D") if is_own(preset) else (GREY, "x") if "bits" in one else (BLUE, "o")
             color = GREY if grey else color
+            if one["kld"] > MOST_KLD:
+                at = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top", "fontsize": 8}
+                axes.annotate(f"{preset}:\n{one['kld']:.1f}", (x, 0.985), **at, color="0.35")
+                continue
             sides = [[one["kld"] - one["low"]], [one["high"] - one["kld"]]]
             axes.errorbar(x, one["kld"], None if grey else sides, fmt=mark, color=color, markersize=5 if grey else 7)
             if not grey:
@@ -217,7 +224,7 @@ def picture(path: Path) -> None:
         at = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points"}
         axes.annotate(words, (0.005, floor), **at, fontsize=8, color="0.4")
     least, *_, most = sorted(x for _, (x, _) in places)
-    axes.set(yscale="log", xlim=(least - 0.3, most + 0.6), ylim=(0.00025, 0.6))
+    axes.set(yscale="log", xlim=(least - 0.3, most + 0.6), ylim=(0.00025, MOST_KLD))
     axes.set_yticks([0.001, 0.003, 0.01, 0.03, 0.1, 0.3], ["0.001", "0.003", "0.01", "0.03", "0.1", "0.3"])
     axes.minorticks_off()
     axes.grid(alpha=0.25)
@@ -234,6 +241,6 @@ def picture(path: Path) -> None:
     if any("bits" in one for one in both[1].values()):
         kinds += ((GREY, "x", "vLLM's and llama.cpp's formats, simulated"),)
     handles = [Line2D([], [], color=color, marker=mark, linestyle="none", label=label) for color, mark, label in kinds]
-    axes.legend(handles=handles, frameon=False, loc="upper right", fontsize=9)
+    axes.legend(handles=handles, frameon=False, loc="lower right", bbox_to_anchor=(1.0, 0.2), fontsize=9)
     write_names(axes, places, colors, {name for name in colors if is_own(name)})
     save_figure(figure, path)
