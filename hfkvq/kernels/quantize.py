@@ -209,14 +209,15 @@ def dequantize_pages(parts: Sequence[Tensor], fmt: PageFormat, side: Side, head_
         upper = unpack_words(named["high"].transpose(-1, -2), 2, page).transpose(-1, -2).float()
         x.scatter_add_(-1, index.expand_as(upper), upper * 4.0)
     scale, zero = named["scale"].float(), named["zero"].float()
+    # In place: a budget counts what a change of layers takes for a time.
     if fmt.axis == "channel":
-        x = (x.unflatten(-2, (page // fmt.group_size, -1)) * scale.unsqueeze(-2) + zero.unsqueeze(-2)).flatten(-3, -2)
+        groups = x.unflatten(-2, (page // fmt.group_size, -1))
+        groups.mul_(scale.unsqueeze(-2)).add_(zero.unsqueeze(-2))
     else:
         groups = x.unflatten(-1, (-1, fmt.group_size))
-        scale, zero = scale.transpose(-1, -2)[..., None], zero.transpose(-1, -2)[..., None]
-        x = (groups * scale + zero).flatten(-2)
+        groups.mul_(scale.transpose(-1, -2)[..., None]).add_(zero.transpose(-1, -2)[..., None])
     if "norm" in named:
-        x = x * named["norm"].float().unsqueeze(-1 if fmt.axis == "channel" else -2)
+        x *= named["norm"].float().unsqueeze(-1 if fmt.axis == "channel" else -2)
     if "full" in named:
         index = named["full_index"].long().clamp(max=head_dim - 1)[:, :, None, :]
         full = named["full"].float()
