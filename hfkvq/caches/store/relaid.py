@@ -19,7 +19,7 @@ from hfkvq import kernels
 from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count
 from hfkvq.kernels.hadamard import hadamard
 from hfkvq.kernels.pages import Side
-from hfkvq.kernels.step import StepPlan, StepState
+from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState
 from hfkvq.kernels.windows import tokens_due, tokens_due_by_row
 
 from ..base import outside_inference_mode
@@ -42,7 +42,9 @@ def pages_at_a_time(blocks: int, page: int, tail: int) -> int:
 
 def relaid_scratch(plan: StepPlan) -> int:
     """Bytes that `relaid` needs at the least beside a new buffer of this plan."""
-    page, tail = plan.format.runs[0][0].page_size, max(plan.tails)
+    # The tail that is read may be longer than the new one: as long as tails of captured steps are.
+    longest = max(local + unit for local, unit in zip(plan.local, plan.unit, strict=True)) + MAX_STEP
+    page, tail = plan.format.runs[0][0].page_size, max(*plan.tails, longest)
     tokens = pages_at_a_time(plan.blocks[0], page, tail) * page + plan.format.sink + tail
     # Columns of windows stay until all layers have moved.
     columns = 64 * plan.rows * tail + 4096
