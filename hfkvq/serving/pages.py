@@ -200,7 +200,7 @@ class CompressedPages(FullAttentionCacheAllocator):
         self._parts: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._windows: dict[int, list[Tensor]] = {}
         self._sums: dict[int, list[Tensor]] = {}
-        # Whether the last step of a slot has sealed keys: i32.
+        # Flags of slots whose last step has sealed keys: i32.
         self._again = torch.empty(0, dtype=torch.int32, device="cpu")
         self._steps: Steps | None = None
         self._prompts: list[Prompt] = []

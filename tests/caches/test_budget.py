@@ -378,7 +378,7 @@ class History:
 
 
 ROOM = 400_000
-"""Bytes in which two layers hold some 500 tokens on the last rung."""
+"""Bytes in which two layers hold 340 to 520 tokens on the last rung, beside what a change takes."""
 
 
 @pytest.fixture
@@ -631,9 +631,9 @@ def bits(cache):
 
 
 @pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize("seed", [*range(6), 259])
+@pytest.mark.parametrize("seed", [*range(6), 259, 1007180, 1007803])
 def test_histories(seed, monkeypatch, tmp_path):
-    """Seed 259 went over its budget where a change read more pages at a time than its scratch counts."""
+    """The last seeds went over: more pages at a time than scratch counts, copies of tokens, a longer old tail."""
     History(seed, monkeypatch, tmp_path).run(14)
 
 
