@@ -87,7 +87,7 @@ def rounded(x: Tensor, layout: Layout, which: Side, scheme: Scheme, queries: tup
         widths = flat(channel_widths(pages, fmt, scheme.channel_rule or "error", seen))
     if fmt.normed:
         index = torch.arange(count, dtype=torch.int32, device=x.device)[None].expand(len(x), -1)
-        norm = flat(reference("page_norms")(own, index, fmt.axis, fmt.page_size, *side.balance))
+        norm = flat(reference("page_norms")(own, index, fmt.axis, fmt.page_size, side.balance))
     parts = quantize_pages(flat(pages), fmt, which, widths, norm)
     back = dequantize_pages(parts, fmt, which, x.shape[-1])
     back = back.unflatten(0, (len(x), -1)).transpose(1, 2).flatten(2, 3)

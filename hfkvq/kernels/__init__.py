@@ -1,49 +1,29 @@
 """Bytes and arithmetic: page formats and the operations over them. Knows nothing of models or policies."""
 
-from .append import append
-from .claim import Claimed, claim, new_slots
-from .decode import decode_attention
-from .dispatch import use_interpreter, use_reference
-from .gather import gather_requests, gather_rows
-from .hadamard import hadamard
-from .norms import page_norms
-from .pages import PageFormat, RunView, StoreFormat
-from .place import place
-from .products import run_pages
-from .quantize import dequantize_pages, quantize_pages
-from .query_sums import page_weights
-from .restore import restore
-from .seal import channel_widths, seal_side
-from .smooth import smooth, unsmooth
-from .take import take_page, take_token
-from .windows import due
-
-__all__ = [
-    "Claimed",
-    "PageFormat",
-    "RunView",
-    "StoreFormat",
-    "append",
-    "channel_widths",
-    "claim",
-    "decode_attention",
-    "dequantize_pages",
-    "due",
-    "gather_requests",
-    "gather_rows",
-    "hadamard",
-    "new_slots",
-    "page_norms",
-    "page_weights",
-    "place",
-    "quantize_pages",
-    "restore",
-    "run_pages",
-    "seal_side",
-    "smooth",
-    "take_page",
-    "take_token",
-    "unsmooth",
-    "use_interpreter",
-    "use_reference",
-]
+from .append import append as append
+from .claim import Claimed as Claimed
+from .claim import claim as claim
+from .claim import new_slots as new_slots
+from .decode import decode_attention as decode_attention
+from .dispatch import use_interpreter as use_interpreter
+from .dispatch import use_reference as use_reference
+from .gather import gather_requests as gather_requests
+from .gather import gather_rows as gather_rows
+from .hadamard import hadamard as hadamard
+from .norms import page_norms as page_norms
+from .pages import PageFormat as PageFormat
+from .pages import RunView as RunView
+from .pages import StoreFormat as StoreFormat
+from .place import place as place
+from .products import run_pages as run_pages
+from .quantize import dequantize_pages as dequantize_pages
+from .quantize import quantize_pages as quantize_pages
+from .query_sums import page_weights as page_weights
+from .restore import restore as restore
+from .seal import channel_widths as channel_widths
+from .seal import seal_side as seal_side
+from .smooth import smooth as smooth
+from .smooth import unsmooth as unsmooth
+from .take import take_page as take_page
+from .take import take_token as take_token
+from .windows import due as due

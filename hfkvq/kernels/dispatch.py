@@ -87,11 +87,9 @@ def launched(launcher: str, fake: Callable[..., Any] | None = None) -> Callable[
 
 def is_direct(first: Tensor) -> bool:
     """True where an operation goes straight to its launcher: then what it was given to `Keep` stands for the call."""
-    return type(first) is Tensor and not torch._C._len_torch_dispatch_stack() and _is_kernels_own(first)
-
-
-def _is_kernels_own(first: Tensor) -> bool:
-    # To ask for a device's type takes several times as long.
+    if type(first) is not Tensor or torch._C._len_torch_dispatch_stack():
+        return False
+    # A device's type takes several times as long to ask for.
     return _KERNELS_ON["cuda"] if first.is_cuda else _KERNELS_ON.get(first.device.type, False)
 
 

@@ -42,8 +42,8 @@ BALANCE = Balance()
 """Unless a scheme says otherwise."""
 
 
-def _tree_mean(x: Tensor, dim: int) -> Tensor:
-    """Mean along ``dim`` (kept), summed as ``x[i] + x[i + n/2]`` until one is left: the same bits on every device."""
+def tree_sum(x: Tensor, dim: int) -> Tensor:
+    """Sum along ``dim`` (kept), as ``x[i] + x[i + n/2]`` until one is left: the same bits on every device."""
     count = x.shape[dim]
     rest = (1 << (count - 1).bit_length()) - count
     if rest:
@@ -51,7 +51,11 @@ def _tree_mean(x: Tensor, dim: int) -> Tensor:
     while x.shape[dim] > 1:
         upper, lower = x.chunk(2, dim)
         x = upper + lower
-    return x * (1.0 / count)
+    return x
+
+
+def _tree_mean(x: Tensor, dim: int) -> Tensor:
+    return tree_sum(x, dim) * (1.0 / x.shape[dim])
 
 
 def _positive_or_one(x: Tensor) -> Tensor:
@@ -101,29 +105,23 @@ def _of_deviation(x: Tensor, own: int, other: int, rounds: int) -> Tensor:
 
 @launched("norms:page_norms_triton")
 def page_norms(
-    source: Tensor,
-    index: Tensor,
-    axis: Axis,
-    page: int,
-    rounds: int = 1,
-    rule: str = "error",
-    new: Tensor | None = None,
+    source: Tensor, index: Tensor, axis: Axis, page: int, balance: Balance = BALANCE, new: Tensor | None = None
 ) -> Tensor:
     """Factors that balance whole pages, for normed formats (KVarN's variance normalisation).
 
-    Rows are what shares a scale (channels for the axis "channel"), columns what gets a factor; both take turns
-    ``rounds`` times. The rule "error" divides rows, then columns, by their root mean square, and keeps the factors of
-    the round after which the error to be expected is least, relative to that without factors in each row, or else 1 for
-    all. "deviation" is that of KVarN's authors: columns, then rows, by their standard deviation, and it keeps the last
-    of the rounds that leave the least imbalance, the largest over the least deviation, of columns and rows together.
-    Elements that are not finite in f16 count as 0.
+    Rows are what shares a scale (channels for the axis "channel"), columns what gets a factor; both take turns. The
+    rule "error" divides rows, then columns, by their root mean square, and keeps the factors of the round after which
+    the error to be expected is least, relative to that without factors in each row, or else 1 for all. "deviation" is
+    that of KVarN's authors: columns, then rows, by their standard deviation, and it keeps the last of the rounds that
+    leave the least imbalance, the largest over the least deviation, of columns and rows together. Elements that are not
+    finite in f16 count as 0.
 
     Args:
         source: (B, H, L, D), any float dtype, in the basis of the store.
         index: i32 (B, m), column of each token of the pages; anything where a row has none. m is a multiple of G.
         axis: the axis of the format.
         page: G, tokens in a page.
-        rounds: how often rows and columns take turns; by "error" 1 does nearly all, KVarN's authors take 16.
+        balance: rule and rounds; by "error" 1 round does nearly all, KVarN's authors take 16.
         new: i32 (B,), tokens of each row that count; factors of pages behind them are anything. None for all.
 
     Returns:
@@ -132,6 +130,7 @@ def page_norms(
     Raises:
         ValueError: there is no such rule.
     """
+    rounds, rule = balance
     if rule not in RULES:
         raise ValueError(f"rule: got {rule!r}, allowed {', '.join(RULES)}.")
     heads, head_dim = source.shape[1], source.shape[3]

@@ -10,7 +10,7 @@ from torch import Tensor
 from .dispatch import exact
 from .groups import F16_MAX, Groups
 from .pages import WALK, PageFormat, Side
-from .trellis import RATIO, centre, decode, encode, encode_with, own_scale
+from .trellis import RATIO, as_i16, centre, decode, encode, encode_with, own_scale
 
 FP8_MAX = 448.0
 
@@ -21,9 +21,7 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     words = -(-codes.shape[-1] // fields)
     codes = torch.nn.functional.pad(codes.to(torch.int32), (0, words * fields - codes.shape[-1]))
     shifts = torch.arange(0, 16, bits, dtype=torch.int32, device=codes.device)
-    packed = (codes.unflatten(-1, (fields, words)) << shifts[:, None]).sum(-2, dtype=torch.int32)
-    # Words above 0x7fff wrap to negative i16: the bit pattern is what counts.
-    return torch.where(packed > 0x7FFF, packed - 0x10000, packed).to(torch.int16)
+    return as_i16((codes.unflatten(-1, (fields, words)) << shifts[:, None]).sum(-2, dtype=torch.int32))
 
 
 def unpack_words(words: Tensor, bits: int, head_dim: int) -> Tensor:

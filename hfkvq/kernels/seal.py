@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .dispatch import Keep, launched
 from .groups import F16_MAX, Groups
-from .norms import BALANCE, Balance, page_norms
+from .norms import BALANCE, Balance, page_norms, tree_sum
 from .pages import PageFormat, Side
 from .quantize import quantize_pages
 from .trellis import centre, own_scale
@@ -56,19 +56,6 @@ def parse_rule(choose: str) -> Rule:
     raise ValueError(f"choose: got {choose!r}, allowed None, {known} or what range_rule returns.")
 
 
-def _halving_sum(x: Tensor) -> Tensor:
-    """Sum over the last axis but one, padded with zeros to a power of two, as ``x[i] + x[i + n/2]`` until one is left.
-
-    Every step is one rounded addition an element, so every device gets the same bits.
-    """
-    tokens = x.shape[-2]
-    x = torch.nn.functional.pad(x, (0, 0, 0, (1 << (tokens - 1).bit_length()) - tokens))
-    while x.shape[-2] > 1:
-        upper, lower = x.chunk(2, -2)
-        x = upper + lower
-    return x.squeeze(-2)
-
-
 def channel_widths(keys: Tensor, fmt: PageFormat, choose: str, q_abs: Tensor | None = None) -> Tensor:
     """Widths by a rule: in every page and head, the channels of greatest score get the widest widths.
 
@@ -101,9 +88,9 @@ def channel_widths(keys: Tensor, fmt: PageFormat, choose: str, q_abs: Tensor | N
         score = score.unflatten(1, keys.shape[1:3]).squeeze(-1)
     elif name == "error":
         groups = Groups(x.unflatten(-2, (-1, fmt.group_size)), float(2**fmt.bits - 1), -2)
-        score = _halving_sum(groups.squares(*groups.scales(fmt.fit)).squeeze(-2))
+        score = tree_sum(groups.squares(*groups.scales(fmt.fit)).squeeze(-2), -2).squeeze(-2)
     else:
-        score = _halving_sum(x.abs())
+        score = tree_sum(x.abs(), -2).squeeze(-2)
     if q_abs is not None:
         weight = q_abs.float()[:, :, None]
         score = score * weight * weight if name == "error" else score * weight
@@ -234,6 +221,6 @@ def seal_side(
         parse_rule(rule)
         if widths is not None:
             raise ValueError("rule: got a rule and widths; pass one of them.")
-    norm = page_norms(source, index, fmt.axis, fmt.page_size, *balance, new) if fmt.normed else None
+    norm = page_norms(source, index, fmt.axis, fmt.page_size, balance, new) if fmt.normed else None
     weight = query if rule else None
     _seal(source, index, parts, table, count, new, fmt, side, rule, weight, widths, norm, keep)

@@ -60,10 +60,11 @@ def state_numbers(device: torch.device, bits: int = 2) -> Tensor:
     for multiplier, addend in ((MULTIPLIER, ADDEND), (SECOND_MULTIPLIER, SECOND_ADDEND))[: 2 // bits]:
         y = ((state * multiplier + addend) & MASK) ^ FLIP
         found += [y & 0xFFFF, (y >> 16) & 0xFFFF]
-    return _as_i16(torch.stack(found, 1)).view(torch.float16).float()
+    return as_i16(torch.stack(found, 1)).view(torch.float16).float()
 
 
-def _as_i16(x: Tensor) -> Tensor:
+def as_i16(x: Tensor) -> Tensor:
+    """Words from 0 to 0xffff as i16, those above 0x7fff negative: the bit pattern is what counts."""
     return torch.where(x > 0x7FFF, x - 0x10000, x).to(torch.int16)
 
 
@@ -135,7 +136,7 @@ def _packed(lower: Tensor) -> Tensor:
     words = (lower.unflatten(-1, (2, 8)) << shifts).sum(-1)
     # (N, H, pair, word, half, lane)
     words = torch.stack([words & 0xFFFF, words >> 16], -1)
-    return _as_i16(words).permute(0, 1, 3, 4, 2, 5).flatten(3).contiguous()
+    return as_i16(words).permute(0, 1, 3, 4, 2, 5).flatten(3).contiguous()
 
 
 def _measured(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -322,7 +322,7 @@ def step_in_slots(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, 
     kernels.append(new, new, numbers, windows, form, state.rows)
     attend_and_seal(asked, asked, 1, AttentionArguments(0.1), state, plan)
     pages = [torch.zeros(slots, heads, unit, dim, dtype=dtype) for _ in SIDES]
-    kernels.restore(numbers[0], numbers[0], numbers[0], pages, state.flat_runs(), form)
+    kernels.restore(numbers[0], numbers[0], numbers[0], pages, state.flat_runs, form)
     table, lengths = state.runs[0].table, numbers[0]
     if rule or any(fmt.whole for fmt in form.runs[0]):
         claimed = kernels.claim(table, lengths, kernels.new_slots(slots, numbers.device), unit, rows)
@@ -338,7 +338,7 @@ def step_in_slots(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, 
     new, asked = (torch.zeros(7, count * heads, dim, dtype=dtype) for count in (1, 4))
     units, requests = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(8, rows, dtype=torch.int32)
     for held in ((numbers[:2].contiguous(), *pages), ()):
-        kernels.gather_requests(new, new, units, requests[:4], state.flat_runs(), held, 9, form)
+        kernels.gather_requests(new, new, units, requests[:4], state.flat_runs, held, 9, form)
     kernels.place(new, new, pages, numbers[0], requests[:3])
     kernels.page_weights(asked, requests, numbers[0], sums, state.counts, 1, unit)
 

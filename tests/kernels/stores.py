@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -31,6 +31,16 @@ def launch_parameters(kernel: str, **knobs: int) -> Iterator[None]:
             yield
     finally:
         configs.renew()
+
+
+def numbers(*values: int) -> Tensor:
+    """Numbers, i32."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def on(device: torch.device, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors on a device."""
+    return [x.to(device) for x in tensors]
 
 
 def poison(x: Tensor) -> Tensor:

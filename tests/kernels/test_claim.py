@@ -9,12 +9,9 @@ import torch
 
 from hfkvq.kernels.claim import ROWS, claim, new_slots
 from hfkvq.kernels.dispatch import reference
+from tests.kernels.stores import numbers
 
 PAGE = 128
-
-
-def numbers(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def test_by_hand(backend):

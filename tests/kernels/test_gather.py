@@ -19,7 +19,7 @@ from hfkvq.kernels import (
 )
 from hfkvq.kernels.dispatch import reference
 from hfkvq.kernels.pages import split_runs
-from tests.kernels.stores import Case, assert_as_good_as_torch, build
+from tests.kernels.stores import Case, assert_as_good_as_torch, build, on
 
 # Rows of 4 + 160 + 17 and 4 + 33 tokens, so that pages are full, begun, and not there.
 LONG = Case(
@@ -251,12 +251,8 @@ def requests_of(spec, dtype, windowed, rotate=(128, 32), strided=True):
 
 
 def gather_on(device, store, fresh, units, requests, run, windows, tokens):
-    moved = (
-        [x.to(device) for x in (*fresh, units, requests)],
-        [x.to(device) for x in run],
-        [x.to(device) for x in windows],
-    )
-    return [x.cpu() for x in gather_requests(*moved[0], moved[1], moved[2], tokens, store)]
+    given = *on(device, (*fresh, units, requests)), on(device, run), on(device, windows)
+    return [x.cpu() for x in gather_requests(*given, tokens, store)]
 
 
 @pytest.mark.parametrize("windowed", [False, True])

@@ -8,6 +8,7 @@ import torch
 
 from hfkvq.kernels import PageFormat, dequantize_pages, page_norms, quantize_pages
 from hfkvq.kernels.dispatch import reference
+from hfkvq.kernels.norms import Balance
 
 # NumPy remarks on infinity in what is then left out.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 def norms_of(x, axis, rounds=1, rule="error"):
     """Factors of the one page (G, D)."""
     index = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)[None]
-    return page_norms(x[None, None], index, axis, x.shape[0], rounds, rule)[0, 0, 0].float()
+    return page_norms(x[None, None], index, axis, x.shape[0], Balance(rounds, rule))[0, 0, 0].float()
 
 
 @pytest.mark.parametrize("axis", ["channel", "token"])
@@ -60,8 +61,8 @@ def test_kernel_is_reference(triton_backend, axis, page, dim, kind):
     index = torch.stack([torch.randperm(3 * page)[: 2 * page] for _ in range(2)]).int()
     index[1, page:] = 1 << 30
     for rounds, rule in ((1, "error"), (3, "error"), (0, "deviation"), (3, "deviation")):
-        expected = reference("page_norms")(source, index, axis, page, rounds, rule)
-        got = page_norms(source.to(triton_backend), index.to(triton_backend), axis, page, rounds, rule)
+        expected = reference("page_norms")(source, index, axis, page, Balance(rounds, rule))
+        got = page_norms(source.to(triton_backend), index.to(triton_backend), axis, page, Balance(rounds, rule))
         assert torch.equal(got.cpu(), expected)
         assert torch.isfinite(expected).all()
         assert (expected > 0).all()

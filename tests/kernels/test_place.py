@@ -7,10 +7,7 @@ import torch
 
 from hfkvq.kernels import place
 from hfkvq.kernels.dispatch import reference
-
-
-def numbers(*values):
-    return torch.tensor(values, dtype=torch.int32)
+from tests.kernels.stores import numbers, on
 
 
 def given(dtype, dims=(64, 80)):
@@ -25,8 +22,8 @@ def given(dtype, dims=(64, 80)):
 
 def test_by_hand(backend):
     keys, values, windows, rows, places = given(torch.float32)
-    found = [x.to(backend) for x in windows]
-    place(keys.to(backend), values.to(backend), found, rows.to(backend), places.to(backend))
+    found = on(backend, windows)
+    place(*on(backend, (keys, values)), found, *on(backend, (rows, places)))
     for x, window, got in zip((keys, values), windows, found, strict=True):
         window[5, :, 7:12] = x[3:8].transpose(0, 1)
         window[1] = x[10:50].transpose(0, 1)
@@ -39,7 +36,6 @@ def test_kernel_is_reference(triton_backend, dtype):
     keys, values, windows, rows, places = given(dtype)
     expected = [x.clone() for x in windows]
     reference("place")(keys, values, expected, rows, places)
-    found = [x.to(triton_backend) for x in windows]
-    rest = rows.to(triton_backend), places.to(triton_backend)
-    place(keys.to(triton_backend), values.to(triton_backend), found, *rest)
+    found = on(triton_backend, windows)
+    place(*on(triton_backend, (keys, values)), found, *on(triton_backend, (rows, places)))
     assert all(torch.equal(x.cpu(), y) for x, y in zip(found, expected, strict=True))

@@ -7,11 +7,7 @@ import torch
 
 from hfkvq.kernels import page_weights
 from hfkvq.kernels.dispatch import reference
-
-
-def numbers(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
+from tests.kernels.stores import numbers
 
 # Columns of the ranges: a page's queries, its number, the request, queries of the page that is being filled
 # afterwards, whether the sums belong to the first of the two, and tokens of the second.

@@ -7,6 +7,7 @@ import torch
 
 from hfkvq.kernels import StoreFormat, dequantize_pages, quantize_pages, restore
 from hfkvq.kernels.dispatch import reference
+from tests.kernels.stores import numbers, on
 
 HEADS, DIM, PAGE = 2, 64, 128
 FORMATS = [
@@ -16,10 +17,6 @@ FORMATS = [
     "4c128p128n/2t64p128n",
     "4t32p128/4t64p128",
 ]
-
-
-def numbers(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def given(spec, dtype):
@@ -37,10 +34,6 @@ def given(spec, dtype):
         run += [part.contiguous() for part in made]
     windows = [torch.randn(6, HEADS, PAGE, DIM).to(dtype) for _ in range(2)]
     return store, windows, run, (numbers(0, 1, 1), numbers(5, -1, 4), numbers(0, 1, 3))
-
-
-def on(device, tensors):
-    return [x.to(device) for x in tensors]
 
 
 def test_by_hand(backend):

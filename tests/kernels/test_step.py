@@ -168,7 +168,7 @@ def test_plans_and_buffers():
         plan = plan_of(name)
         assert StepPlan.parse(plan.spec) == plan
         buffer, state = make(plan, "cpu")
-        views = [state.counters, *state.windows, *state.flat_runs(), state.new, state.sealed, *state.index, state.flag]
+        views = [state.counters, *state.windows, *state.flat_runs, state.new, state.sealed, *state.index, state.flag]
         views += [state.sums, state.counts, state.weight, state.query]
         spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in views if x.numel())
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))

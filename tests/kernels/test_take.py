@@ -10,6 +10,7 @@ from hfkvq.kernels.claim import Claimed
 from hfkvq.kernels.dispatch import reference
 from hfkvq.kernels.norms import Balance
 from hfkvq.kernels.take import take_page, take_token
+from tests.kernels.stores import numbers, on
 
 HEADS, QUERY_HEADS, DIM, PAGE, PAGES = 2, 4, 64, 128, 20
 
@@ -23,14 +24,6 @@ WHOLE = [
     ("k64;v64;4c128p128/4t64p128", "", False),
     ("k64;v64;4c128p128n/2t64p128n", "", False),
 ]
-
-
-def numbers(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def on(device, tensors):
-    return [x.to(device) for x in tensors]
 
 
 def new_tokens(rows, dim, dtype):

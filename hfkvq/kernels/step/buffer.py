@@ -60,8 +60,8 @@ class StepState:
         query: (B / fold, Hq, 1, Dk), newest queries; empty unless the plan asks for it.
         ahead: how offloaded pages come to the device; None where they are read in place.
         rows: i32 (B,), where windows and sums have other rows than the batch: that of each row; None in a buffer. The
-            index is of `sources` then.
-        memo: what has been worked out for these tensors: calls that are `ready`, and slots that are due.
+            index is of `side_by_side` then.
+        memo: calls that are `ready`.
     """
 
     counters: Tensor
@@ -88,42 +88,15 @@ class StepState:
         """Keeps a call under a key; None where tensors are made anew in each step."""
         return partial(self.memo.__setitem__, key) if self.rows is None else None
 
+    @cached_property
     def flat_runs(self) -> list[Tensor]:
         """All runs' tensors in the order ops take them."""
-        return self._flat
-
-    @cached_property
-    def _flat(self) -> list[Tensor]:
         return [tensor for run in self.runs for tensor in run.flat()]
-
-    @cached_property
-    def last_counts(self) -> tuple[Tensor, Tensor]:
-        """i32 (B,): tokens of keys and of values that the last run has sealed."""
-        keys, values = self.counters[-2:].unbind()
-        return keys, values
-
-    @cached_property
-    def due_now(self) -> tuple[Tensor, Tensor]:
-        """i32 (B,): tokens of keys and of values that the last step has sealed."""
-        keys, values = self.new.unbind()
-        return keys, values
-
-    @cached_property
-    def sources(self) -> tuple[Tensor, Tensor]:
-        """(B, H, L, D): what is sealed from, of keys and of values: the tails, or `side_by_side`."""
-        keys, values = self.windows[2:]
-        if self.rows is not None:
-            keys, values = (side_by_side(tail, len(self.rows)) for tail in (keys, values))
-        return keys, values
 
     def due_slots(self, plan: StepPlan, tokens: int) -> list[Tensor]:
         """Room for the slots that are due after a step of ``tokens``: i32 (B, m) for keys and for values."""
-        found = self.memo.get(("due", tokens))
-        if found is None:
-            most = [plan.due(at, tokens) for at in (0, 1)]
-            found = [x[: plan.rows * n].view(plan.rows, n) for x, n in zip(self.index, most, strict=True)]
-            self.memo["due", tokens] = found
-        return found
+        most = [plan.due(at, tokens) for at in (0, 1)]
+        return [x[: plan.rows * n].view(plan.rows, n) for x, n in zip(self.index, most, strict=True)]
 
 
 class Allocation(NamedTuple):

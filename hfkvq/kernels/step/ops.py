@@ -22,7 +22,7 @@ from ..masks import fold_mask, has_room, mask_kind
 from ..pages import SIDES
 from ..seal import seal_side
 from ..windows import tokens_due_by_row
-from .buffer import Ahead, StepState, views_of_buffer
+from .buffer import Ahead, StepState, side_by_side, views_of_buffer
 from .plan import StepPlan
 
 
@@ -133,16 +133,18 @@ def observe(
 
 def seal_due(state: StepState, plan: StepPlan, tokens: int, sides: Sequence[int] = (0, 1)) -> None:
     """Seals, into the last run, what `advance` found due: keys (0), values (1) or both."""
-    run, formats, index = state.runs[-1], plan.format.runs[-1], state.due_slots(plan, tokens)
+    run = state.runs[-1]
     for at in sides:
         ready = state.ready(("seal", at, tokens), state.counters)
         if ready is not None:
             ready()
             continue
-        side, fmt = SIDES[at], formats[at]
-        pages = (run.keys, run.values)[at], run.table, state.last_counts[at], state.due_now[at]
+        pages = (run.keys, run.values)[at], run.table, state.counters[-2 + at], state.new[at]
+        tail = state.windows[2 + at]
+        source = tail if state.rows is None else side_by_side(tail, len(state.rows))
+        index, fmt = state.due_slots(plan, tokens)[at], plan.format.runs[-1][at]
         query = state.weight if plan.sums_queries else None
-        rest = state.sources[at], index[at], fmt, side, plan.rule, query, plan.balance[at]
+        rest = source, index, fmt, SIDES[at], plan.rule, query, plan.balance[at]
         seal_side(*pages, *rest, keep=state.keep(("seal", at, tokens)))
 
 
@@ -175,7 +177,7 @@ def _fetched(state: StepState) -> list[Tensor]:
     """
     ahead = state.ahead
     if ahead is None or (ahead.target.is_cuda and not torch.cuda.is_current_stream_capturing()):
-        return state.flat_runs()
+        return state.flat_runs
     device = ahead.target.device
     main, side = None, None
     if ahead.target.is_cuda:
@@ -261,7 +263,7 @@ def attend_and_seal(
     with torch.cuda.stream(sides[-1]) if sides else _NO_BRANCH:
         if due:
             seal_due(state, plan, tokens, (1,))
-    own = state.flat_runs()
+    own = state.flat_runs
     # Other masks differ from step to step, and pages that come a layer ahead lie elsewhere.
     alike = (runs is None or runs is own) and (mask is None or has_room(mask))
     given = None if sinks is None else (sinks.shape, sinks.dtype)

@@ -152,12 +152,6 @@ def append_numbers(new: NewTokens, constants: Mapping[str, Any]) -> dict[str, An
     return {"s_k": new.key_stride, "s_v": new.value_stride, "factors": factors, **sizes}
 
 
-def row_of(windows_and_counters: Sequence[Any], rows: Any = None) -> Row:
-    """Four windows and the counters behind them as kernels take them."""
-    *windows, counters = windows_and_counters
-    return Row(counters, *windows, rows)
-
-
 @lru_cache(maxsize=1024)
 def append_launch(new: NewTokens, rotate_keys: int, rotate_values: int, mapped: bool = False) -> Launch:
     """Takes keys, values, four windows, counters and, if ``mapped``, rows."""
@@ -166,7 +160,7 @@ def append_launch(new: NewTokens, rotate_keys: int, rotate_values: int, mapped: 
     numbers = {"length": LENGTH * batch, **append_numbers(new, constants)}
 
     def nest(given: Sequence[Any]) -> tuple[Any, ...]:
-        return given[0], given[1], row_of(given[2:7], given[7] if mapped else None)
+        return given[0], given[1], Row(given[6], *given[2:6], given[7] if mapped else None)
 
     return Launch(append_kernel, (batch,), numbers, constants, new.device, nest)
 

@@ -59,13 +59,6 @@ class Wanted(NamedTuple):
     constants: Mapping[str, Any]
 
 
-class Compiled(NamedTuple):
-    """Outcome of a variant: the kernel's name, and the compiler's error or ""."""
-
-    name: str
-    error: str
-
-
 class _Thread(threading.local):
     """A thread's hold on the turn of making IR; None where it has none."""
 
@@ -192,7 +185,7 @@ def load(compiled: Any) -> None:
         raise RuntimeError(f"{compiled.name}: this kernel could not be loaded onto the GPU; see the error before.")
 
 
-def compile_all(every: Sequence[Wanted], device: torch.device | None) -> list[Compiled]:
+def compile_all(every: Sequence[Wanted], device: torch.device | None) -> list[tuple[str, str]]:
     """Compiles variants, as many at a time as there are cores, loads them, and waits for all of it.
 
     A variant that fails is left to its launch, which raises what is wrong.
@@ -202,23 +195,19 @@ def compile_all(every: Sequence[Wanted], device: torch.device | None) -> list[Co
         device: a GPU of this process; None after `leave_gpu_alone`.
 
     Returns:
-        Outcome of each variant, the slowest kernels first.
+        Name of each variant's kernel, and the compiler's error or "", the slowest kernels first.
     """
     if not every:
         return []
     # The slowest begin first: the longest takes as long as all others of a preset.
-    every = sorted(every, key=_rank)
+    ranks = {name: rank for rank, name in enumerate(SLOWEST)}
+    every = sorted(every, key=lambda each: ranks.get(each.kernel.__name__, len(ranks)))
     here = contextlib.nullcontext() if device is None else torch.cuda.device(device)
     # Threads begin with the first GPU.
     setup: Any = {} if device is None else {"initializer": torch.cuda.set_device, "initargs": (device,)}
     finish = _make_launcher if device is None else _load
-    with (
-        _ONE,
-        here,
-        _no_collection(),
-        _short_turns(),
-        ThreadPoolExecutor(min(MOST, _cores(), len(every)), **setup) as pool,
-    ):
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with _ONE, here, _undisturbed(), ThreadPoolExecutor(min(MOST, cores, len(every)), **setup) as pool:
         try:
             # In a context of its own: where Triton is interrupted, the mode stays on in it.
             found = contextvars.copy_context().run(_submit, every, _InTurn(pool, finish))
@@ -227,7 +216,7 @@ def compile_all(every: Sequence[Wanted], device: torch.device | None) -> list[Co
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     errors = [f"{type(x).__name__}: {x}" if isinstance(x, Exception) else "" for x in found]
-    return [Compiled(each.kernel.__name__, error) for each, error in zip(every, errors, strict=True)]
+    return [(each.kernel.__name__, error) for each, error in zip(every, errors, strict=True)]
 
 
 def _submit(every: Sequence[Wanted], pool: _InTurn) -> list[Any]:
@@ -256,29 +245,21 @@ def _submit(every: Sequence[Wanted], pool: _InTurn) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Leaves cycles uncollected: a model is many objects, and each search among them holds Python's lock."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+def _undisturbed() -> Iterator[None]:
+    """Leaves cycles uncollected, and has threads hand Python's lock on sooner than after 5 ms.
 
-
-@contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
-    """Has threads hand Python's lock on sooner than after 5 ms.
-
-    Making IR would hold it so long each time that another thread waits for it, and that one may be a step's.
+    A model is many objects, and each search for cycles among them holds the lock. Making IR would hold it so long each
+    time that another thread waits for it, and that one may be a step's.
     """
-    before = sys.getswitchinterval()
+    enabled, before = gc.isenabled(), sys.getswitchinterval()
+    gc.disable()
     sys.setswitchinterval(min(before, TURN))
     try:
         yield
     finally:
         sys.setswitchinterval(before)
+        if enabled:
+            gc.enable()
 
 
 def _load(compiled: Any) -> None:
@@ -294,12 +275,3 @@ def _make_launcher(compiled: Any) -> None:
         from triton.backends.nvidia.driver import CudaLauncher
 
         CudaLauncher(compiled.src, compiled.metadata)
-
-
-def _rank(each: Wanted) -> int:
-    name = each.kernel.__name__
-    return SLOWEST.index(name) if name in SLOWEST else len(SLOWEST)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

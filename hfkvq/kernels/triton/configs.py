@@ -46,10 +46,7 @@ of what an H200 does, and others with 100 KB a third or less. Those of latents o
 """
 
 # Programs run one after the other in the interpreter.
-_INTERPRETER: Mapping[str, Knobs] = {
-    "decode": {"programs_per_sm": 4, "stages": 1},
-    "latent": {"programs_per_sm": 4, "stages": 1},
-}
+_INTERPRETER: Knobs = {"programs_per_sm": 4, "stages": 1}
 
 ANSWERS: dict[tuple[torch.device, str, str], Knobs] = {}
 """Answers of `lookup` by device, kernel and key since the last `renew`."""
@@ -102,7 +99,7 @@ def _merged(device: torch.device, kernel: str, key: str) -> dict[str, int]:
             own = _shipped().get(which, {}).get(kernel, {})
             knobs |= {**own.get(ANY, {}), **own.get(key, {})}
     else:
-        knobs |= _INTERPRETER.get(kernel, {})
+        knobs |= _INTERPRETER
     return knobs | _TRIED.get((kernel, key), {})
 
 

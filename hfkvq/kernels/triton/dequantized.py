@@ -5,7 +5,6 @@ Pages are dequantized in registers; queries stand on the long side of the produc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from ..dispatch import reference
 from ..hadamard import hadamard
 from ..masks import MaskKind, mask_kind
-from ..pages import PageFormat, RunView, StoreFormat, split_runs
+from ..pages import PageFormat, split_runs
 from ._lib import (
     DOT_DTYPES,
     cdiv,
@@ -213,18 +212,6 @@ def dequantized_kernel(
     tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)
 
 
-def _split_counts(
-    form: StoreFormat, views: Sequence[RunView], queries: int, window: int, block: int, programs: int, sms: int
-) -> tuple[list[int], int]:
-    """Splits of each run and of the windows, from shapes alone: the lengths are on the device."""
-    aim = -(-sms * PROGRAMS_PER_SM // programs)
-    runs = []
-    for view, (keys, _) in zip(views, form.runs, strict=True):
-        blocks = form.pages_seen(view.table.shape[1], queries) * -(-keys.page_size // block)
-        runs.append(min(blocks, aim, 128))
-    return runs, max(1, min(-(-window // block), aim))
-
-
 def dequantized_decode(q: Tensor, *given: Any) -> Tensor:
     """Launcher of `hfkvq.kernels.decode_attention`; f64, and tiles that outgrow shared memory, take the reference."""
     counters, windows, runs, mask, sinks, scaling, softcap, form, _, rows = given
@@ -248,9 +235,12 @@ def dequantized_decode(q: Tensor, *given: Any) -> Tensor:
     block_t = max(16, min(64, room // wide, power(page)))
     block_m = min(32 if wide * 32 <= room else 16, max(16, power(queried)))
     tiles = cdiv(queried, block_m)
-    sms = multiprocessors(q.device)
-    loose = form.sink + tail_k.shape[2]
-    paged, windowed = _split_counts(form, views, queries, loose, block_t, batch * heads * tiles, sms)
+    # Splits of runs and of windows come from shapes alone: the lengths are on the device.
+    aim = cdiv(multiprocessors(q.device) * PROGRAMS_PER_SM, batch * heads * tiles)
+    seen = [form.pages_seen(view.table.shape[1], queries) for view in views]
+    chunks = [cdiv(keys.page_size, block_t) for keys, _ in form.runs]
+    paged = [min(blocks * own, aim, 128) for blocks, own in zip(seen, chunks, strict=True)]
+    windowed = max(1, min(cdiv(form.sink + tail_k.shape[2], block_t), aim))
     splits = sum(paged) + windowed
     part = torch.empty((batch * heads, splits, queried, value_dim), dtype=torch.float32, device=q.device)
     part_top, part_sum = (torch.empty(part.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))

@@ -199,12 +199,6 @@ def first_channel(f, words, bits):
     return f // 2 * (2 * words) + f % 2 if bits == 8 else f * words
 
 
-@triton.constexpr_function
-def has_all(f, head_dim, words, bits):
-    """True where the head has all channels of a field."""
-    return first_channel(f, words, bits) + (2 if bits == 8 else 1) * (words - 1) < head_dim
-
-
 @triton.jit
 def channels_of(f: tl.constexpr, o_e, E: tl.constexpr, BITS: tl.constexpr):
     """Channel of every element of field ``f`` of E elements."""
@@ -221,7 +215,8 @@ def of_head(
     operation less is less to compile.
     """
     o_e = tl.arange(0, BE)
-    if not has_all(f, D, E, BITS):
+    LAST: tl.constexpr = first_channel(f, E, BITS) + (2 if BITS == 8 else 1) * (E - 1)
+    if LAST >= D:
         return m_t & tl.expand_dims((o_e < E) & (channels_of(f, o_e, E, BITS) < D), AXIS)
     elif E < BE:
         return m_t & tl.expand_dims(o_e < E, AXIS)

@@ -146,28 +146,17 @@ def gather_windows_kernel(
             store_tokens(out, b_x, i_bh * COLUMNS + o_column, m_t, rotation, D, ROTATE, BT, BD)
 
 
-def _constants(form: StoreFormat, side: Side, heads: int, head_dim: int) -> dict[str, Any]:
+def _constants(heads: int, head_dim: int, sink: int = 0, window: int = 0, rotate: int = 0) -> dict[str, Any]:
     """Arguments of both kernels, by name."""
-    rotate = form.rotate_values if side == "values" else form.rotate_keys
-    constants = {"H": heads, "S": form.sink, "WINDOW": form.window, "ROTATE": rotate}
+    own = {"H": heads, "S": sink, "WINDOW": window, "ROTATE": rotate, "BD": max(16, power(head_dim))}
     # The reference multiplies and adds, and rounds both.
-    return {**constants, "BD": max(16, power(head_dim)), "enable_fp_fusion": False}
+    return {**own, "num_warps": WARPS, "enable_fp_fusion": False}
 
 
 def _page_constants(fmt: PageFormat, run: int, side: Side, head_dim: int) -> dict[str, Any]:
     """Further arguments of `gather_pages_kernel` for a run."""
-    return {
-        "COUNTER": RUNS + 2 * run + (side == "values"),
-        "SHAPE": page_shape(fmt, side, head_dim),
-        "BT": page_block(fmt, head_dim, TILE),
-        "num_warps": WARPS,
-    }
-
-
-def _run_constants(fmt: PageFormat, side: Side, heads: int, head_dim: int) -> dict[str, Any]:
-    """Arguments of `gather_pages_kernel` for a run by itself, in the basis of the store."""
-    own = {"H": heads, "S": 0, "WINDOW": 0, "ROTATE": 0, "BD": max(16, power(head_dim)), "enable_fp_fusion": False}
-    return own | _page_constants(fmt, 0, side, head_dim) | {"COUNTER": RUNS}
+    shape, block = page_shape(fmt, side, head_dim), page_block(fmt, head_dim, TILE)
+    return {"COUNTER": RUNS + 2 * run + (side == "values"), "SHAPE": shape, "BT": block}
 
 
 @lru_cache(maxsize=256)
@@ -175,7 +164,8 @@ def _run_launch(
     fmt: PageFormat, side: Side, rows: int, blocks: int, heads: int, head_dim: int, counted: bool, device: torch.device
 ) -> Launch:
     """Takes the result, counters if there are any, the table, and the pages' tensors."""
-    constants, pages = _run_constants(fmt, side, heads, head_dim), page_nest((fmt,), 2 + counted)
+    constants = _constants(heads, head_dim) | _page_constants(fmt, 0, side, head_dim)
+    pages = page_nest((fmt,), 2 + counted)
     numbers = {"rotation": 1.0, "B": rows, "N": blocks, "COLUMNS": blocks * fmt.page_size}
     grid = (blocks * cdiv(fmt.page_size, constants["BT"]), rows * heads)
 
@@ -194,24 +184,19 @@ def run_wanted(
     return launch.wanted([*first, torch.int32, *side_kinds(fmt, side, heads, head_dim, dtype)])
 
 
-def run_pages_triton(
-    table: Tensor,
-    count: Tensor | None,
-    parts: Sequence[Tensor],
-    fmt: PageFormat,
-    side: Side,
-    head_dim: int,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
+def run_pages_triton(*given: Any) -> Tensor:
     """Launcher of `hfkvq.kernels.products.run_pages`; models of f64 take the reference."""
+    table, count, parts, fmt, side, head_dim, *rest = given
+    dtype = rest[0] if rest else torch.float32
     if dtype not in DOT_DTYPES or (fmt.bits == 16 and parts[0].dtype not in DOT_DTYPES):
-        return reference("run_pages")(table, count, parts, fmt, side, head_dim, dtype)
+        return reference("run_pages")(*given)
     (batch, blocks), heads = table.shape, parts[0].shape[1]
     assert all([part.is_contiguous() for part in parts]), "pages are contiguous"
     out = torch.empty((batch, heads, blocks * fmt.page_size, head_dim), dtype=dtype, device=table.device)
     if out.numel():
         # The first token is the first column.
-        counters = [] if count is None else [torch.cat([table.new_zeros((RUNS, batch)), count[None]])]
+        before = RUNS + (side == "values")
+        counters = [] if count is None else [torch.cat([table.new_zeros((before, batch)), count[None]])]
         launch = _run_launch(fmt, side, batch, blocks, heads, head_dim, count is not None, table.device)
         launch(out, *counters, table.contiguous(), *parts)
     return out
@@ -233,7 +218,7 @@ def gather_rows_triton(*given: Any) -> Tensor:
     if not out.numel():
         return out
     common = {"out": out, "counters": counters.contiguous(), "rotation": factor_of(rotate)}
-    common |= {"B": batch, "COLUMNS": columns, **_constants(store, side, heads, head_dim)}
+    common |= {"B": batch, "COLUMNS": columns, **_constants(heads, head_dim, store.sink, store.window, rotate)}
     with on_device(sink):
         for i, (view, formats) in enumerate(zip(views, store.runs, strict=True)):
             fmt, blocks = formats[at], view.table.shape[1]
@@ -258,7 +243,6 @@ def gather_rows_triton(*given: Any) -> Tensor:
             D=head_dim,
             BT=block_t,
             LOOPS=LOOPS,
-            num_warps=4,
             **common,
         )
     return out

@@ -106,5 +106,4 @@ def hadamard_triton(x: Tensor, block: int) -> Tensor:
 
 def hadamard_wanted(dtype: torch.dtype, block: int) -> Wanted:
     """The variant for tensors of a dtype."""
-    constants = {"H": block, "BR": max(1, 2048 // block)}
-    return Wanted(hadamard_kernel, (dtype, dtype, 1, 1, 16, factor_of(block)), constants)
+    return _launch(1, 1, 16, block, torch.device("cpu")).wanted([dtype, dtype])

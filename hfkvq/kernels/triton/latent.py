@@ -55,20 +55,6 @@ def _rotates(form: StoreFormat) -> int:
     return form.rotate_keys if form.runs[0][0].bits == 4 and form.rotate_keys <= 512 else 0
 
 
-def _turns_apart(rotate: int) -> bool:
-    """True where a kernel of its own rotates back: the merge would need all channels of so long a block in one program.
-
-    A row's splits would then be read by as many programs as it has queries, and most of a GPU would wait.
-    """
-    return rotate >= 256
-
-
-def _tile(bits: int, warps: int) -> int:
-    """Most words of a tile: what is unpacked at a time stands in registers until its products are done."""
-    # Columns of a product over 4-bit words must suffice for all warps: eight each.
-    return {16: 128, 8: 64}.get(bits, max(16, 8 * warps))
-
-
 @lru_cache(maxsize=1024)
 def _plan(
     store: str,
@@ -122,7 +108,9 @@ def _plan(
         ROPE_BITS=rotary.bits,
         BM=columns,
         BT=step,
-        TILE=_tile(latents.bits, warps),
+        # What is unpacked at a time stands in registers until its products are done. Columns of a product over 4-bit
+        # words must suffice for all warps: eight each.
+        TILE={16: 128, 8: 64}.get(latents.bits, max(16, 8 * warps)),
         BR=BLOCK,
         STAGES=knobs["stages"],
         WARPS=warps,
@@ -133,15 +121,12 @@ def _plan(
         ROTATE=rotate,
         PDL=bool(overlap(device)),
     )
-    constants = {
-        "SHAPE": shape,
-        "num_warps": warps,
-        **overlap(device),
-    }
-    grid = (batch, splits, tiles)
+    constants = {"SHAPE": shape, "num_warps": warps, **overlap(device)}
     nest = nest_of(form, (0,), scoring.mask is not None, False)
-    launch = Launch(latent_kernel, grid, numbers, constants, device, nest)
-    part, apart = (batch, splits, rows, dim), _turns_apart(form.rotate_keys)
+    launch = Launch(latent_kernel, (batch, splits, tiles), numbers, constants, device, nest)
+    # A kernel of its own rotates long blocks back: the merge would need all channels of one in one program, so that a
+    # row's splits were read by as many programs as it has queries, and most of a GPU would wait.
+    part, apart = (batch, splits, rows, dim), form.rotate_keys >= 256
     merge = merge_launch(part, queries, scoring.sinks, 0 if apart else form.rotate_keys, device)
     turn = turn_back_launch(batch * rows * dim // form.rotate_keys, form.rotate_keys, device) if apart else None
     return Plan((launch,), merge, part, (batch, heads, queries, dim), query.dtype, form.rotate_keys, turn)

@@ -95,12 +95,6 @@ def parts_of(dim, bits, tile):
 
 
 @triton.constexpr_function
-def fields_in(bits):
-    """Fields that a word has."""
-    return 16 // bits
-
-
-@triton.constexpr_function
 def place(i, f, bits, parts):
     """Index of field ``f`` of words' tile ``i`` among all fields, in order of their channels."""
     return f * parts + i if bits < 8 else i * (16 // bits) + f
@@ -192,7 +186,7 @@ def group_logits(
     b_s = tl.zeros([b_ws[0].shape[0], b_halves[0].shape[1]], tl.float32)
     for i in tl.static_range(PARTS):
         b_ks = unpacked(b_ws[i], BITS, False)
-        for f in tl.static_range(fields_in(BITS)):
+        for f in tl.static_range(16 // BITS):
             if place(i, f, BITS, PARTS) * E // GROUP == g:
                 b_s = tl.dot(b_ks[f], b_halves[place(i, f, BITS, PARTS)], b_s)
     return b_s
@@ -260,7 +254,7 @@ def add_latents(
         b_own = tl.trans(dotable(b_own.to(DTYPE if BITS == 16 else tl.float16)))
         for i in tl.static_range(PARTS):
             b_vs = unpacked(b_ws[i], BITS, True)
-            for f in tl.static_range(fields_in(BITS)):
+            for f in tl.static_range(16 // BITS):
                 if BITS != 4 or place(i, f, BITS, PARTS) * E // GROUP == g:
                     b_acc = tl.dot(b_own, b_vs[f], b_accs[place(i, f, BITS, PARTS)])
                     b_accs = put(b_accs, place(i, f, BITS, PARTS), b_acc)

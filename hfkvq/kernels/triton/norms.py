@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch import reference
-from ..norms import DEVIATIONS, FACTORS, LEAST, RULES, Balance
+from ..norms import BALANCE, DEVIATIONS, FACTORS, LEAST, RULES, Balance
 from ..pages import Axis, PageFormat
 from ._lib import F16_MAX, on_device, power
 from .compile import Wanted
@@ -25,12 +25,9 @@ LEAST_FACTOR, MOST_FACTOR = (tl.constexpr(x) for x in FACTORS)
 
 
 class NormShape(NamedTuple):
-    """Constants of `page_factors`.
+    """Constants of `page_factors`; those that `_lib.PageShape` has, too, are explained there.
 
     Attributes:
-        PER_CHANNEL: whether channels have scales of their own, and so tokens factors.
-        D: channels.
-        G: tokens of a page.
         BD: D, a power of two.
         ROUNDS: see `Balance`.
         DEVIATION: whether that is the rule.
@@ -199,19 +196,13 @@ def page_norms_kernel(out, source, index, new, s_b, s_h, s_l, s_d, H, M, L, SHAP
 
 
 def page_norms_triton(
-    source: Tensor,
-    index: Tensor,
-    axis: Axis,
-    page: int,
-    rounds: int = 1,
-    rule: str = "error",
-    new: Tensor | None = None,
+    source: Tensor, index: Tensor, axis: Axis, page: int, balance: Balance = BALANCE, new: Tensor | None = None
 ) -> Tensor:
     """Launcher of `hfkvq.kernels.page_norms`; pages that outgrow registers, and f64, take the reference."""
     batch, heads, length, head_dim = source.shape
-    elements = page * power(head_dim)
-    if elements > MOST_ELEMENTS or source.dtype == torch.float64 or rule not in RULES:
-        return reference("page_norms")(source, index, axis, page, rounds, rule, new)
+    outgrows = page * power(head_dim) > MOST_ELEMENTS
+    if outgrows or source.dtype == torch.float64 or balance.rule not in RULES:
+        return reference("page_norms")(source, index, axis, page, balance, new)
     pages, size = index.shape[1] // page, page if axis == "channel" else head_dim
     out = torch.empty((batch, heads, pages, size), dtype=torch.float16, device=source.device)
     if not out.numel():
@@ -226,14 +217,14 @@ def page_norms_triton(
             H=heads,
             M=index.shape[1],
             L=length,
-            **norm_constants(axis, page, head_dim, rounds, rule),
+            **norm_constants(axis, page, head_dim, balance),
         )
     return out
 
 
-def norm_constants(axis: str, page: int, head_dim: int, rounds: int, rule: str) -> dict[str, Any]:
+def norm_constants(axis: str, page: int, head_dim: int, balance: Balance) -> dict[str, Any]:
     """Constants of `page_norms_kernel`, its number of warps included."""
-    elements = page * power(head_dim)
+    elements, (rounds, rule) = page * power(head_dim), balance
     return {
         "SHAPE": NormShape(axis == "channel", head_dim, page, power(head_dim), rounds, rule == "deviation"),
         # 252 registers for a page of 128 x 128; sixteen warps have 128 each, and spill.
@@ -246,6 +237,6 @@ def norm_constants(axis: str, page: int, head_dim: int, rounds: int, rule: str) 
 def norms_wanted(fmt: PageFormat, heads: int, head_dim: int, balance: Balance, dtype: torch.dtype) -> Iterator[Wanted]:
     """The variant for prompts and for steps, where pages are normed."""
     if fmt.normed and fmt.page_size * power(head_dim) <= MOST_ELEMENTS:
-        constants = norm_constants(fmt.axis, fmt.page_size, head_dim, *balance)
+        constants = norm_constants(fmt.axis, fmt.page_size, head_dim, balance)
         tensors = (torch.float16, dtype, torch.int32, torch.int32)
         yield Wanted(page_norms_kernel, (*tensors, 16, 16, 16, 1, heads, 1, 1), constants)

@@ -66,9 +66,8 @@ def smooth_triton(q: Tensor, k: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor
         return reference("smooth")(q, k, vectors)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     out_q, out_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    launch = smooth_launch(q.shape, q.stride(), k.shape, k.stride(), k.device)
-    if launch is not None:
-        launch(q, k, vectors, out_q, out_k)
+    if q.numel() or k.numel():
+        smooth_launch(q.shape, q.stride(), k.shape, k.stride(), k.device)(q, k, vectors, out_q, out_k)
     return out_q, out_k
 
 
@@ -79,8 +78,8 @@ def smooth_launch(
     keys: tuple[int, ...],
     key_stride: tuple[int, ...],
     device: torch.device,
-) -> Launch | None:
-    """Takes queries, keys, the vectors, and what is written; None where there are no elements."""
+) -> Launch:
+    """Takes queries, keys, the vectors, and what is written."""
     dim, query_rows, key_rows = keys[3], math.prod(queries[:3]), math.prod(keys[:3])
     block = max(1, TILE // power(dim))
     # One token's few rows are spread over more programs.
@@ -91,7 +90,7 @@ def smooth_launch(
     numbers |= {"PROGRAMS": programs, "HQ": queries[1], "TQ": max(queries[2], 1), "QROWS": query_rows}
     numbers |= {"H": keys[1], "TK": max(keys[2], 1), "KROWS": key_rows}
     constants = {"D": dim, "BR": block, "BD": power(dim), "num_warps": 4}
-    return Launch(smooth_kernel, grid, numbers, constants, device) if grid[0] else None
+    return Launch(smooth_kernel, grid, numbers, constants, device)
 
 
 def smooth_wanted(query_heads: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[Wanted]:
@@ -100,5 +99,4 @@ def smooth_wanted(query_heads: int, heads: int, dim: int, dtype: torch.dtype, de
         shapes = [(rows, own, 1, dim) for own in (query_heads, heads)]
         strides = [(own * dim, dim, dim, 1) for own in (query_heads, heads)]
         launch = smooth_launch(shapes[0], strides[0], shapes[1], strides[1], device)
-        assert launch is not None, "there are rows"
         yield launch.wanted([dtype, dtype, torch.float32, dtype, dtype])

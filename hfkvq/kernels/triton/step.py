@@ -13,19 +13,11 @@ from torch import Tensor
 
 from .. import windows
 from ..decode import LENGTH, RUNS, START
-from ..dispatch import Keep
 from ..windows import Sealing
 from ._lib import overlap, power
-from .append import (
-    NewTokens,
-    append_constants,
-    append_numbers,
-    append_side,
-    new_rows,
-    new_tokens,
-    row_of,
-)
+from .append import NewTokens, append_constants, append_numbers, append_side, new_rows, new_tokens
 from .launch import Launch
+from .pair_format import Row
 from .tiles import INTERPRETED
 
 I_START, I_LENGTH, I_RUNS = tl.constexpr(START), tl.constexpr(LENGTH), tl.constexpr(RUNS)
@@ -131,7 +123,8 @@ def advance_launch(
     }
 
     def nest(given: Sequence[Any]) -> tuple[Any, ...]:
-        return given[0], given[1], row_of(given[2:7]), Scratch(*given[7:12], None if positions is None else given[12])
+        row = Row(given[6], *given[2:6], None)
+        return given[0], given[1], row, Scratch(*given[7:12], None if positions is None else given[12])
 
     return Launch(advance_kernel, (batch,), numbers, constants, device, nest)
 
@@ -149,41 +142,52 @@ def advance_triton(*given: Any) -> None:
     launch(keys, values, *windows, counters, *scratch)
 
 
+@triton.jit
+def observe_heads(
+    q, sums, counts, weight, i_again, strides, i_b, i_w, i_h, T, H, N, D: tl.constexpr, SHARE: tl.constexpr,
+    BH: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Magnitudes of row i_b's T queries of BH KV heads from ``i_h`` on join the sums of row i_w, of N.
+
+    These begin anew where ``i_again``, and are exact in f64 but for absurd ranges.
+    """
+    o_h = i_h + tl.arange(0, BH)
+    o_d = tl.arange(0, BD)
+    m_h = o_h < H
+    m_x = m_h[:, None] & (o_d < D)[None, :]
+    # Each head counts for itself: no other program reads what this one writes.
+    b_count = tl.load(counts + o_h * N + i_w, mask=m_h, other=0)
+    p_sum = sums + (i_w * H + o_h)[:, None] * D + o_d[None, :]
+    b_old = tl.load(p_sum, mask=m_x, other=0.0)
+    b_sum = tl.zeros([BH, BD], tl.float64)
+    for i_t in range(T):
+        for i_g in tl.static_range(SHARE):
+            p_q = q + i_b * strides[0] + (o_h * SHARE + i_g)[:, None] * strides[1] + i_t * strides[2]
+            b_sum += tl.abs(tl.load(p_q + o_d[None, :] * strides[3], mask=m_x, other=0.0).to(tl.float64))
+    b_count = tl.where(i_again, 0, b_count) + T
+    b_sum = tl.where(i_again, 0.0, b_old) + b_sum / SHARE
+    # Every warp has read them.
+    tl.debug_barrier()
+    tl.store(p_sum, b_sum, mask=m_x)
+    tl.store(counts + o_h * N + i_w, b_count, mask=m_h)
+    if weight is not None:
+        p_weight = weight + (i_b * H + o_h)[:, None] * D + o_d[None, :]
+        tl.store(p_weight, (b_sum / b_count[:, None]).to(tl.float32), mask=m_x)
+
+
 @triton.jit(do_not_specialize=["T", "N"])
 def observe_kernel(
-    q, sealed, sums, counts, weight, rows, s_b, s_h, s_l, s_d, H, T, N,
-    D: tl.constexpr, SHARE: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """One KV head of one row: magnitudes of queries. Sums are exact in f64 but for absurd ranges.
-
-    There are sums of N rows.
-    """
+    q, sealed, sums, counts, weight, rows, strides, H, T, N, D: tl.constexpr, SHARE: tl.constexpr, BD: tl.constexpr
+):
+    """One KV head of one row."""
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_w = i_b
     if rows is not None:
         i_w = tl.load(rows + i_b).to(tl.int64)
-    o_d = tl.arange(0, BD)
-    m_d = o_d < D
-    i_count = tl.load(counts + i_h * N + i_w)
+    i_again = i_b < 0
     if sealed is not None:
         i_again = tl.load(sealed + i_b) > 0
-        i_count = tl.where(i_again, 0, i_count)
-    i_count += T
-    b_sum = tl.zeros([BD], tl.float64)
-    for i_t in range(T):
-        for i_g in tl.static_range(SHARE):
-            p_q = q + i_b * s_b + (i_h * SHARE + i_g) * s_h + i_t * s_l + o_d * s_d
-            b_sum += tl.abs(tl.load(p_q, mask=m_d, other=0.0).to(tl.float64))
-    p_sum = sums + (i_w * H + i_h) * D + o_d
-    b_old = tl.load(p_sum, mask=m_d, other=0.0)
-    if sealed is not None:
-        b_old = tl.where(i_again, 0.0, b_old)
-    b_sum = b_old + b_sum / SHARE
-    tl.store(p_sum, b_sum, mask=m_d)
-    if weight is not None:
-        tl.store(weight + (i_b * H + i_h) * D + o_d, (b_sum / i_count).to(tl.float32), mask=m_d)
-    # Each head counts for itself: no other program reads what this one writes.
-    tl.store(counts + i_h * N + i_w, i_count)
+    observe_heads(q, sums, counts, weight, i_again, strides, i_b, i_w, i_h, T, H, N, D, SHARE, 1, BD)
 
 
 @lru_cache(maxsize=1024)
@@ -217,21 +221,13 @@ def observe_launch(
         again, mean = given[i_sealed] if i_sealed else None, given[i_weight] if i_weight else None
         return given[0], again, given[1], given[2], mean, given[i_rows] if i_rows else None
 
-    numbers = dict(zip(("s_b", "s_h", "s_l", "s_d"), stride, strict=True))
-    numbers |= {"H": heads, "T": tokens, "N": mapped or batch}
+    numbers = {"strides": stride, "H": heads, "T": tokens, "N": mapped or batch}
     return Launch(observe_kernel, (heads, batch), numbers, constants, device, nest)
 
 
-def observe_triton(
-    q: Tensor,
-    sums: Tensor,
-    counts: Tensor,
-    sealed: Tensor | None = None,
-    weight: Tensor | None = None,
-    rows: Tensor | None = None,
-    keep: Keep | None = None,
-) -> None:
+def observe_triton(q: Tensor, sums: Tensor, counts: Tensor, *given: Any) -> None:
     """Launcher of `hfkvq.kernels.step.observe`."""
+    sealed, weight, rows, keep = (*given, *[None] * 4)[:4]
     has = sealed is not None, weight is not None, 0 if rows is None else sums.shape[0]
     launch = observe_launch(q.shape, q.stride(), q.device, sums.shape[1], *has)
     own = [sums, counts, *[x for x in (sealed, weight, rows) if x is not None]]

@@ -15,15 +15,16 @@ import triton
 import triton.language as tl
 
 from ..dispatch import reference
-from ..norms import Balance
+from ..norms import BALANCE, Balance
 from ..pages import SIDES, PageFormat, StoreFormat
 from ._lib import DOT_DTYPES, Page, multiprocessors, overlap, page_block, page_nest, page_shape, power
-from .append import AppendShape, append_constants, append_side, new_rows
+from .append import AppendShape, NewTokens, append_constants, append_side, new_rows, new_tokens
 from .launch import Launch
 from .norms import MOST_ELEMENTS, norm_constants, page_factors
 from .restore import TILE, restore_side
 from .seal.channel import channel_constants, ranks_in_kernel, seal_channels
 from .seal.token import seal_tokens, token_constants
+from .step import observe_heads
 
 
 class Side(NamedTuple):
@@ -52,10 +53,9 @@ class Sums(NamedTuple):
 
 
 class SideShape(NamedTuple):
-    """Constants of a side.
+    """Constants of a side of D channels.
 
     Attributes:
-        D: channels.
         W: tokens of a window.
         ALL: new tokens of all heads.
         HEAD: of one head.
@@ -128,35 +128,6 @@ def take_token_kernel(
 
 
 @triton.jit
-def observe_heads(
-    queries, steps, strides, i_b, i_w, i_h, B, H, N, weight, D: tl.constexpr, SHARE: tl.constexpr, BH: tl.constexpr,
-    BD: tl.constexpr,
-):  # fmt: skip
-    """Magnitudes of queries of BH KV heads from ``i_h`` on join the sums of row i_w, of N."""
-    o_h = i_h + tl.arange(0, BH)
-    o_d = tl.arange(0, BD)
-    m_h = o_h < H
-    m_x = m_h[:, None] & (o_d < D)[None, :]
-    i_again = tl.load(steps + 4 * B + i_b) > 0
-    b_count = tl.load(queries.counts + o_h * N + i_w, mask=m_h, other=0)
-    p_sum = queries.sums + (i_w * H + o_h)[:, None] * D + o_d[None, :]
-    b_old = tl.load(p_sum, mask=m_x, other=0.0)
-    b_sum = tl.zeros([BH, BD], tl.float64)
-    for i_g in tl.static_range(SHARE):
-        p_q = queries.q + i_b * strides[0] + (o_h * SHARE + i_g)[:, None] * strides[1] + o_d[None, :] * strides[3]
-        b_sum += tl.abs(tl.load(p_q, mask=m_x, other=0.0).to(tl.float64))
-    b_count = tl.where(i_again, 0, b_count) + 1
-    b_sum = tl.where(i_again, 0.0, b_old) + b_sum / SHARE
-    # Every warp has read them.
-    tl.debug_barrier()
-    tl.store(p_sum, b_sum, mask=m_x)
-    tl.store(queries.counts + o_h * N + i_w, b_count, mask=m_h)
-    if weight is not None:
-        p_weight = weight + (i_b * H + o_h)[:, None] * D + o_d[None, :]
-        tl.store(p_weight, (b_sum / b_count[:, None]).to(tl.float32), mask=m_x)
-
-
-@triton.jit
 def seal_page(side, p_weight, i_bh, i_h, i_head, i_w, i_start, H, SHAPE: tl.constexpr):
     """A page of one head, from row i_w of the windows."""
     D: tl.constexpr = SHAPE.D
@@ -211,9 +182,11 @@ def fill_page(
     p_weight = queries.weight
     if queries.weight is not None:
         i_slot = tl.load(rows.found + i_b).to(tl.int64)
+        i_again = tl.load(rows.steps + 4 * B + i_b) > 0
         observe_heads(
-            queries, rows.steps, s_q, i_b, i_slot, i_h, B, H, HALF, queries.weight, SHAPE.D, SHARE, 1, SHAPE.BD
-        )
+            queries.q, queries.sums, queries.counts, queries.weight, i_again, s_q, i_b, i_slot, i_h, 1, H, HALF,
+            SHAPE.D, SHARE, 1, SHAPE.BD,
+        )  # fmt: skip
         p_weight = queries.weight + (i_b * H + i_h) * SHAPE.D
     tl.debug_barrier()
     seal_page(side, p_weight, i_b * H + i_h, i_h, i_head, i_w, i_start, H, SHAPE)
@@ -278,8 +251,10 @@ def take_page_kernel(
         elif queries.sums is not None:
             if tl.load(rows.steps + 6 * B + i_own) == 0:
                 i_slot = tl.load(rows.found + i_own).to(tl.int64)
+                i_again = tl.load(rows.steps + 4 * B + i_own) > 0
                 observe_heads(
-                    queries, rows.steps, s_q, i_own, i_slot, 0, B, H, HALF, None, KEYS.D, SHARE, BH, KEYS.BD
+                    queries.q, queries.sums, queries.counts, None, i_again, s_q, i_own, i_slot, 0, 1, H, HALF, KEYS.D,
+                    SHARE, BH, KEYS.BD,
                 )  # fmt: skip
     else:
         n_programs = tl.num_programs(0) - PARTS * B
@@ -328,7 +303,7 @@ def _sides(
             tiles = tokens // seal["SHAPE"].BT
         norm: Any = ()
         if fmt.normed:
-            given = norm_constants(fmt.axis, fmt.page_size, dim, *own)
+            given = norm_constants(fmt.axis, fmt.page_size, dim, own)
             norm, warps = given["SHAPE"], max(warps, given["num_warps"])
         warps = max(warps, seal["num_warps"])
         name, block = ("KEYS", "VALUES")[at], page_block(fmt, dim, TILE)
@@ -355,19 +330,10 @@ def _is_served(form: StoreFormat, dims: Sequence[int], rule: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def take_token_launch(
-    store: str,
-    keys: tuple[int, ...],
-    key_stride: tuple[int, ...],
-    values: tuple[int, ...],
-    value_stride: tuple[int, ...],
-    width: int,
-    blocks: int,
-    device: torch.device,
-) -> Launch:
+def take_token_launch(store: str, new: NewTokens, blocks: int) -> Launch:
     """Takes keys, values, lengths, the table, two tails, and the pages' tensors."""
-    form, (rows, heads, _, dim) = StoreFormat.parse(store), keys
-    shapes, warps, _ = _sides(form, heads, (dim, values[3]), width, "", (Balance(), Balance()))
+    form, (rows, heads, _, dim), device = StoreFormat.parse(store), new.keys, new.device
+    shapes, warps, _ = _sides(form, heads, (dim, new.values[3]), new.key_tail, "", (BALANCE, BALANCE))
     pages = page_nest(form.runs[0], 6)
 
     def nest(given: Sequence[Any]) -> tuple[Any, ...]:
@@ -377,10 +343,10 @@ def take_token_launch(
         return *sides, lengths, table
 
     factors = tuple([shape.HEAD.BLOCK**-0.5 for shape in shapes])
-    numbers = {"s_k": key_stride, "s_v": value_stride, "factors": factors, "H": heads, "N": blocks}
+    numbers = {"s_k": new.key_stride, "s_v": new.value_stride, "factors": factors, "H": heads, "N": blocks}
     constants = {"KEYS": shapes[0], "VALUES": shapes[1], "num_warps": warps, "enable_fp_fusion": False}
-    constants["PDL"] = bool(overlap(device))
-    return Launch(take_token_kernel, (rows * heads, 2), numbers, constants | overlap(device), device, nest)
+    constants |= {"PDL": bool(overlap(device)), **overlap(device)}
+    return Launch(take_token_kernel, (rows * heads, 2), numbers, constants, device, nest)
 
 
 def take_token_triton(*given: Any) -> None:
@@ -392,8 +358,7 @@ def take_token_triton(*given: Any) -> None:
     own = [*parts[0], *parts[1]]
     assert all([x.is_contiguous() for x in (*tails, *own)]), "written in place"
     if len(lengths):
-        sizes = keys.shape, keys.stride(), values.shape, values.stride(), tails[0].shape[2], table.shape[1]
-        launch = take_token_launch(store.spec, *sizes, keys.device)
+        launch = take_token_launch(store.spec, new_tokens(keys, values, (*tails, *tails)), table.shape[1])
         launch(keys, values, lengths.contiguous(), table.contiguous(), *tails, *own)
     return None
 
@@ -403,10 +368,7 @@ def take_page_launch(
     store: str,
     query: tuple[int, ...],
     query_stride: tuple[int, ...],
-    keys: tuple[int, ...],
-    key_stride: tuple[int, ...],
-    values: tuple[int, ...],
-    value_stride: tuple[int, ...],
+    new: NewTokens,
     slots: int,
     blocks: int,
     rule: str,
@@ -414,15 +376,14 @@ def take_page_launch(
     sums: bool,
     restores: bool,
     stride: int,
-    device: torch.device,
 ) -> tuple[Launch, list[tuple[int, ...] | None]]:
     """Takes keys, values, two windows, steps, what was found, the table, and the pages' tensors.
 
     Then room for factors of either side, and queries, two tensors of sums and room for means, of what there is. The
     shapes of both rooms come with it.
     """
-    form, (rows, heads, _, dim) = StoreFormat.parse(store), keys
-    shapes, warps, factors = _sides(form, heads, (dim, values[3]), form.sink, rule, balance)
+    form, (rows, heads, _, dim), device = StoreFormat.parse(store), new.keys, new.device
+    shapes, warps, factors = _sides(form, heads, (dim, new.values[3]), form.sink, rule, balance)
     pages, end = page_nest(form.runs[0], 7), 7 + sum(len(fmt.names) for fmt in form.runs[0])
 
     def nest(given: Sequence[Any]) -> tuple[Any, ...]:
@@ -436,8 +397,8 @@ def take_page_launch(
     own = rows * (3 if sums else 2)
     programs = min(2 * heads * rows, max(32, multiprocessors(device) - own))
     numbers = {
-        "s_k": key_stride,
-        "s_v": value_stride,
+        "s_k": new.key_stride,
+        "s_v": new.value_stride,
         "s_q": query_stride,
         "factors": tuple([shape.HEAD.BLOCK**-0.5 for shape in shapes]),
         "B": rows,
@@ -468,12 +429,10 @@ def take_page_triton(*given: Any) -> None:
     assert all([x.is_contiguous() for x in (*windows, *own, *sums, rows.steps)]), "written in place"
     if not keys.shape[0]:
         return None
-    sizes = [size for x in (query, keys, values) for size in (x.shape, x.stride())]
-    half = windows[0].shape[0] // 2
+    sizes = query.shape, query.stride(), new_tokens(keys, values, (*windows, *windows)), windows[0].shape[0] // 2
     launch, rooms = take_page_launch(
-        store.spec, *sizes, half, table.shape[1], rule, tuple(balance), bool(sums), restores, rows.found.stride(0),
-        keys.device,
-    )  # fmt: skip
+        store.spec, *sizes, table.shape[1], rule, tuple(balance), bool(sums), restores, rows.found.stride(0)
+    )
     kinds = torch.float16, torch.float16, torch.float32
     norms = [torch.empty(s, dtype=k, device=keys.device) for s, k in zip(rooms, kinds, strict=True) if s is not None]
     last = [*norms[:-1], query, *sums, norms[-1]] if sums else norms

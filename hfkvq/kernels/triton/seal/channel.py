@@ -19,7 +19,6 @@ from .ranks import (
     place_chosen,
     place_width,
     rank_keys,
-    score_channels,
     score_key,
 )
 
@@ -31,14 +30,9 @@ MAX_TILE = 32768
 
 
 class ChannelShape(NamedTuple):
-    """Constants of `seal_channel_kernel`.
+    """Constants of `seal_channel_kernel`; those that `_lib.PageShape` has, too, are explained there.
 
     Attributes:
-        D: channels.
-        G: tokens of a page.
-        BITS: width of a code.
-        GROUP: tokens that share a channel's scale.
-        TOKEN_MAJOR: whether a token's codes lie side by side.
         FIT: power of the error that scales are fitted to, 0 for none.
         CHOOSE: rule by which channels are raised: its place in `RULES`, from 1 on; 0 for none.
         OVER16: see `Rule`.
@@ -46,8 +40,6 @@ class ChannelShape(NamedTuple):
         DIVISOR: see `Rule`.
         COUNT4: channels that are raised to 4 bits.
         COUNT16: to 16.
-        N4: channels that a page stores at 4 bits.
-        N16: those at 16 bits.
         NG: groups of a program.
         BE: words of a program.
         BD: D, a power of two.
@@ -205,7 +197,8 @@ def seal_channels(
             b_key = at_channels(score_key(b_lost, p_weight, o_d, m_d, True, D), o_d, o_c, FH, C)
             b_key = tl.where(m_c, b_key, -1)
         else:
-            b_key = score_key(score_channels(b_x, FH, BT, C), p_weight, o_c, m_c, False, D)
+            # The sum of |K|, see `hfkvq.kernels.seal.channel_widths`.
+            b_key = score_key(halving_sum(tl.abs(b_x), FH, BT, C), p_weight, o_c, m_c, False, D)
         b_rank = rank_keys(b_key, FH, C)
         if COUNT16 > 0:
             m_16 = b_rank < COUNT16

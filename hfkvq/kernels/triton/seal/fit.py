@@ -29,12 +29,6 @@ FIT_THREAD = 32
 
 
 @triton.jit
-def divide(b_x, b_y):
-    """``x / y``, correctly rounded."""
-    return tl.math.div_rn(b_x, b_y)
-
-
-@triton.jit
 def floor_below(b_x):
     """Floor of f32 from 0 to 2^22, f32.
 
@@ -93,7 +87,7 @@ def in_steps(b_x, m_x, LEVELS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.con
     b_scale, b_zero = affine_scale(b_low, b_high, m_high)
     b_low = tl.where(m_any, b_low, 0.0)
     b_step = tl.maximum(divide_levels(tl.where(m_any, b_high, 0.0) - b_low, m_high), F16_TINY)
-    b_per_step = divide(tl.full(b_step.shape, 1.0, tl.float32), b_step)
+    b_per_step = tl.math.div_rn(tl.full(b_step.shape, 1.0, tl.float32), b_step)
     b_units = tl.where(m_x, rounded_product(b_x - b_low, b_per_step) * UNITS + 0.5, 0.0)
     b_units = floor_below(b_units)
     b_count, b_sum = total(m_x.to(tl.int32), FIRST, SECOND), total(b_units.to(tl.int32), FIRST, SECOND)
@@ -142,7 +136,7 @@ def judged(
 ):  # fmt: skip
     """Sum of |error|^POWER of every group; with SUMS also of codes, of their squares, and of codes times elements."""
     BITS: tl.constexpr = 30 - (SIZE - 1).bit_length() - 2 * POWER
-    b_inverse = divide(tl.full(b_slope.shape, 1.0, tl.float32), tl.maximum(b_slope, F16_TINY))
+    b_inverse = tl.math.div_rn(tl.full(b_slope.shape, 1.0, tl.float32), tl.maximum(b_slope, F16_TINY))
     b_inverse = tl.where(b_slope > 0.0, b_inverse, 0.0) * UNIT
     b_slope, b_base = b_slope * UNITS, b_base * UNITS
     b_code, b_lost = codes_and_errors(b_units, b_slope, b_base, b_inverse, LEVELS, POWER, BITS)
@@ -203,10 +197,10 @@ def fit_scale(
             # Least squares of these codes.
             b_spread = b_count * b_cc - b_c * b_c
             b_over = b_count.to(tl.int64) * b_cu - b_c.to(tl.int64) * b_sum
-            b_fitted = divide(b_over.to(tl.float32), tl.maximum(b_spread, 1).to(tl.float32)) * UNIT
+            b_fitted = tl.math.div_rn(b_over.to(tl.float32), tl.maximum(b_spread, 1).to(tl.float32)) * UNIT
             b_slope = tl.where(b_spread > 0, b_fitted, b_slope)
             b_base = b_sum.to(tl.float32) * UNIT - rounded_product(b_slope, b_c.to(tl.float32))
-            b_base = divide(b_base, tl.maximum(b_count, 1).to(tl.float32))
+            b_base = tl.math.div_rn(b_base, tl.maximum(b_count, 1).to(tl.float32))
             b_scale, b_zero = to_stored(b_slope, b_base, b_low, b_step)
         # The last round only judges: its new scale is not used.
         b_slope, b_base = from_stored(b_scale, b_zero, b_low, b_per_step)

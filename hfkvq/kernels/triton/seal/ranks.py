@@ -34,12 +34,6 @@ def score_key(b_score, p_weight, o_c, m_c, SQUARED: tl.constexpr, D: tl.constexp
 
 
 @triton.jit
-def score_channels(b_x, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
-    """Score of every channel of a whole page [F, T, C], [F, C]; see `hfkvq.kernels.seal.channel_widths`."""
-    return halving_sum(tl.abs(b_x), F, T, C)
-
-
-@triton.jit
 def at_channels(b_x, o_d, o_c, F: tl.constexpr, C: tl.constexpr):
     """Integers of channels ``o_c``, [F, C], from those of channels ``o_d``, [CN]; 0 where there is none."""
     m_same = o_d[:, None] == tl.reshape(o_c, (F * C,))[None, :]

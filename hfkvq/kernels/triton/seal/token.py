@@ -23,15 +23,10 @@ QUADS = tl.constexpr(16)
 
 
 class TokenShape(NamedTuple):
-    """Constants of `seal_token_kernel`.
+    """Constants of `seal_token_kernel`; those that `_lib.PageShape` has, too, are explained there.
 
     Attributes:
-        D: channels.
-        G: tokens of a page.
-        BITS: width of a code.
-        GROUP: channels that share a token's scale.
         FIT: power of the error that scales are fitted to, 0 for none.
-        TOKEN_MAJOR: whether a token's codes lie side by side.
         BT: slots of a tile.
         BE: words of a token, a power of two.
     """

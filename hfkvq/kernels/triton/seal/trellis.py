@@ -32,13 +32,10 @@ MEASURED_THREAD = 64
 
 
 class WalkShape(NamedTuple):
-    """Constants of `seal_trellis_kernel`.
+    """Constants of `seal_trellis_kernel`; those that `_lib.PageShape` has, too, are explained there.
 
     Attributes:
-        D: channels.
-        G: tokens of a page.
         KEYS: whether lanes are channels.
-        BITS: width of a code.
         RAISED: whether what is left of raised channels is walked, not all lanes.
         LANES: lanes that are walked.
         ALONG: numbers of a lane.
@@ -295,12 +292,9 @@ def along(b_sum, p_x, fact, b_word, b_before, o_e, s_x, j: tl.constexpr, SHAPE: 
 
 
 class MeasureShape(NamedTuple):
-    """Constants of `measure_keys_kernel`.
+    """Constants of `measure_keys_kernel`; those that `_lib.PageShape` has, too, are explained there.
 
     Attributes:
-        D: channels.
-        G: tokens of a page.
-        N3: channels whose rest is walked again.
         RULED: whether channels are ranked by what they would lose.
         BD: D, a power of two.
     """
