@@ -62,7 +62,7 @@ def every(preset: str, device: torch.device) -> Iterator[tuple[StoreFormat, Want
         yield plan.format, each
     for formats in plan.format.runs:
         for fmt, side in zip(formats, SIDES, strict=True):
-            yield plan.format, run_wanted(fmt, side, KV_HEADS, DIM, torch.bfloat16)
+            yield plan.format, run_wanted(fmt, side, KV_HEADS, DIM, torch.bfloat16, device, False)
 
 
 def resources(compiled: Any) -> Row:

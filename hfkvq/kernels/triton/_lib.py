@@ -35,18 +35,13 @@ class Gpu(NamedTuple):
     shared_memory_per_multiprocessor: int
 
 
-# A GPU that is not there, for a process that compiles and launches nothing.
-_ABSENT: list[Gpu] = []
-
-
-def stand_in(gpu: Gpu) -> None:
-    """From now on every GPU is this one, until the process ends: it can compile for it, and launch nothing."""
-    _ABSENT[:] = [gpu]
+ABSENT: list[Gpu] = []
+"""A GPU that every GPU is, of a process that compiles for it and launches nothing; else empty."""
 
 
 def properties(device: torch.device) -> Any:
     """Properties of a device's GPU, see `Gpu`."""
-    return _ABSENT[0] if _ABSENT else torch.cuda.get_device_properties(device)
+    return ABSENT[0] if ABSENT else torch.cuda.get_device_properties(device)
 
 
 @lru_cache(maxsize=32)
@@ -73,11 +68,6 @@ def multiprocessors(device: torch.device) -> int:
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory of a multiprocessor."""
     return properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 65536
-
-
-def dot_dtype(x: Tensor) -> tl.dtype:
-    """Dtype of matrix products with ``x``. The interpreter has no bf16 arithmetic: it dots the raw words."""
-    return DOT_DTYPES[x.dtype] if x.is_cuda else tl.float32
 
 
 def fields_of(bits: int) -> int:
@@ -204,18 +194,6 @@ def run_shapes(formats: Sequence[PageFormat], dims: tuple[int, int], elements: i
     wide = {"BDK": max(16, power(dims[0])), "BDV": max(16, power(dims[1]))}
     # The reference multiplies and adds, and rounds both.
     return {"KEYS": shapes[0], "VALUES": shapes[1], "BT": block, **wide, "enable_fp_fusion": False}
-
-
-@triton.jit
-def unpack_fields(b_word, BITS: tl.constexpr, FIELDS: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr):
-    """Words i16 [BT, BE] to codes i32 [BT, FIELDS * BE]."""
-    o_shift = tl.arange(0, FIELDS) * BITS
-    # A reshape keeps the layout of the load; an axis added by indexing would take a default one, at twice the cost.
-    b_word = tl.reshape(b_word.to(tl.int32), (BT, 1, BE))
-    # The arithmetic shift smears the sign bit into fields that the mask removes.
-    # [BT, FIELDS, BE]
-    b_code = (b_word >> o_shift[None, :, None]) & ((1 << BITS) - 1)
-    return tl.reshape(b_code, (BT, FIELDS * BE))
 
 
 @triton.jit
@@ -380,7 +358,11 @@ def load_page(page, i_head, i_first, m_t, SHAPE: tl.constexpr, BT: tl.constexpr,
     elif FIELDS * E == D and D == BD:
         # [BT, E]
         b_x = tl.load(word_pointers(page, i_head, o_t, tl.arange(0, E), E, SHAPE), mask=m_t[:, None], other=0)
-        b_x = unpack_fields(b_x, BITS, FIELDS, E, BT)
+        # A reshape keeps the layout of the load; an axis added by indexing would take a default one, at twice the cost.
+        b_x = tl.reshape(b_x.to(tl.int32), (BT, 1, E))
+        # The arithmetic shift smears the sign bit into fields that the mask removes. [BT, FIELDS, E]
+        b_x = (b_x >> (tl.arange(0, FIELDS) * BITS)[None, :, None]) & ((1 << BITS) - 1)
+        b_x = tl.reshape(b_x, (BT, D))
     else:
         # Where words do not fill a power of two, every word is loaded again for each of its fields: from the cache.
         b_x = tl.load(word_pointers(page, i_head, o_t, o_c % E, E, SHAPE), mask=m_x, other=0).to(tl.int32)

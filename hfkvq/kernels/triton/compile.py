@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from ._lib import Gpu, stand_in
+from ._lib import ABSENT, Gpu
 from .limits import LIMITS
 
 MOST = 16
@@ -144,7 +144,7 @@ class _Absent:
 
 def leave_gpu_alone(gpu: Gpu) -> None:
     """From now on this process compiles for a GPU, which need not be there, and can launch nothing."""
-    stand_in(gpu)
+    ABSENT[:] = [gpu]
     driver.set_active(_Absent(gpu))
 
 

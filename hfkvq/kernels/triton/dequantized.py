@@ -19,7 +19,6 @@ from ..pages import PageFormat, split_runs
 from ._lib import (
     DOT_DTYPES,
     cdiv,
-    dot_dtype,
     load_page,
     multiprocessors,
     on_device,
@@ -222,7 +221,8 @@ def dequantized_decode(q: Tensor, *given: Any) -> Tensor:
         return reference("decode_attention")(q, *given)
     views = split_runs(form, runs)
     dtype, queried = q.dtype, query_heads // heads * queries
-    dot = dot_dtype(q)
+    # The interpreter has no bf16 arithmetic: it dots the raw words.
+    dot = DOT_DTYPES[dtype] if q.is_cuda else tl.float32
     if form.rotate_keys:
         q = hadamard(q.float(), form.rotate_keys)
     elif q.stride(-1) != 1:

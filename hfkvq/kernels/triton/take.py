@@ -171,6 +171,17 @@ def window_of(rows, i_b, B, HALF, G: tl.constexpr):
 
 
 @triton.jit
+def take_heads(side, rows, i_b, strides, factor, B, H, HALF, SHAPE: tl.constexpr):
+    """Row i_b's token of all heads, into its window, unless it is a page's last."""
+    ALL: tl.constexpr = SHAPE.ALL
+    # The loads start together.
+    b_x = new_rows(side.x, 0, i_b, strides, H, 1, ALL)
+    i_past, i_w = window_of(rows, i_b, B, HALF, SHAPE.W)
+    if tl.load(rows.steps + 6 * B + i_b) == 0:
+        append_side(b_x, side.x, side.window, side.window, i_b, i_w, i_past, strides, factor, H, 1, 0, SHAPE.W, ALL)
+
+
+@triton.jit
 def fill_page(
     side, queries, rows, table, i_b, i_h, strides, s_q, factor, B, H, N, HALF, SHARE: tl.constexpr, SHAPE: tl.constexpr
 ):
@@ -225,29 +236,14 @@ def take_page_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    ALL_KEYS: tl.constexpr = KEYS.ALL
-    ALL_VALUES: tl.constexpr = VALUES.ALL
     PARTS: tl.constexpr = 2 if queries.sums is None else 3
     i_p = tl.program_id(0)
     if i_p < PARTS * B:
         i_own = (i_p % B).to(tl.int64)
         if i_p < B:
-            # The loads start together.
-            b_k = new_rows(keys.x, 0, i_own, s_k, H, 1, ALL_KEYS)
-            i_past, i_w = window_of(rows, i_own, B, HALF, KEYS.W)
-            if tl.load(rows.steps + 6 * B + i_own) == 0:
-                append_side(
-                    b_k, keys.x, keys.window, keys.window, i_own, i_w, i_past, s_k, factors[0], H, 1, 0, KEYS.W,
-                    ALL_KEYS,
-                )  # fmt: skip
+            take_heads(keys, rows, i_own, s_k, factors[0], B, H, HALF, KEYS)
         elif i_p < 2 * B:
-            b_v = new_rows(values.x, 0, i_own, s_v, H, 1, ALL_VALUES)
-            i_past, i_w = window_of(rows, i_own, B, HALF, VALUES.W)
-            if tl.load(rows.steps + 6 * B + i_own) == 0:
-                append_side(
-                    b_v, values.x, values.window, values.window, i_own, i_w, i_past, s_v, factors[1], H, 1, 0, VALUES.W,
-                    ALL_VALUES,
-                )  # fmt: skip
+            take_heads(values, rows, i_own, s_v, factors[1], B, H, HALF, VALUES)
         elif queries.sums is not None:
             if tl.load(rows.steps + 6 * B + i_own) == 0:
                 i_slot = tl.load(rows.found + i_own).to(tl.int64)
