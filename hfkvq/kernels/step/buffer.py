@@ -93,10 +93,10 @@ class StepState:
         """All runs' tensors in the order ops take them."""
         return [tensor for run in self.runs for tensor in run.flat()]
 
-    def due_slots(self, plan: StepPlan, tokens: int) -> list[Tensor]:
-        """Room for the slots that are due after a step of ``tokens``: i32 (B, m) for keys and for values."""
-        most = [plan.due(at, tokens) for at in (0, 1)]
-        return [x[: plan.rows * n].view(plan.rows, n) for x, n in zip(self.index, most, strict=True)]
+    def due_slots(self, plan: StepPlan, tokens: int, at: int) -> Tensor:
+        """Room for the slots of keys (0) or values (1) that are due after a step of ``tokens``: i32 (B, m)."""
+        most = plan.due(at, tokens)
+        return self.index[at][: plan.rows * most].view(plan.rows, most)
 
 
 class Allocation(NamedTuple):

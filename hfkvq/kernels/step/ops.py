@@ -88,7 +88,7 @@ def advance(keys: Tensor, values: Tensor, state: StepState, plan: StepPlan) -> N
     if ready is not None:
         ready(keys, values)
         return
-    index = state.due_slots(plan, tokens)
+    index = [state.due_slots(plan, tokens, at) for at in (0, 1)]
     scratch = [state.new, state.sealed, *index, state.flag]
     last = state.runs[-1]
     if last.pos is not None:
@@ -142,7 +142,7 @@ def seal_due(state: StepState, plan: StepPlan, tokens: int, sides: Sequence[int]
         pages = (run.keys, run.values)[at], run.table, state.counters[-2 + at], state.new[at]
         tail = state.windows[2 + at]
         source = tail if state.rows is None else side_by_side(tail, len(state.rows))
-        index, fmt = state.due_slots(plan, tokens)[at], plan.format.runs[-1][at]
+        index, fmt = state.due_slots(plan, tokens, at), plan.format.runs[-1][at]
         query = state.weight if plan.sums_queries else None
         rest = source, index, fmt, SIDES[at], plan.rule, query, plan.balance[at]
         seal_side(*pages, *rest, keep=state.keep(("seal", at, tokens)))
