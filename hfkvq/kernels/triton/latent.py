@@ -108,8 +108,8 @@ def _plan(
         ROPE_BITS=rotary.bits,
         BM=columns,
         BT=step,
-        # What is unpacked at a time stands in registers until its products are done. Columns of a product over 4-bit
-        # words must suffice for all warps: eight each.
+        # Tiles stand unpacked in registers until their products are done. Columns of a product over 4-bit words must
+        # suffice for all warps: eight each.
         TILE={16: 128, 8: 64}.get(latents.bits, max(16, 8 * warps)),
         BR=BLOCK,
         STAGES=knobs["stages"],
