@@ -24,7 +24,7 @@ import typer
 from transformers import AutoTokenizer, LlamaConfig
 
 from hfkvq import MixedKVCache, TriAxialCache
-from hfkvq.caches.tags import TAGS, Tagger, parse_tag, tag_axes
+from hfkvq.caches.tags import PAD, TAGS, Tagger
 
 RESULTS = Path(__file__).parent / "results"
 TRACES = "agent_traces/tau_bench_gpt-4o-airline.json.gz"
@@ -42,8 +42,7 @@ Messages = list[dict[str, Any]]
 
 def rest_table() -> dict[str, int]:
     """2 bits for all that tools and the assistant say: about the share that the paper's calibrated tables come to."""
-    axes = {tag: tag_axes(parse_tag(tag)) for tag in TAGS}
-    return {tag: 2 for tag, own in axes.items() if own is not None and own[2] not in LETTER}
+    return {tag: 2 for tag in TAGS[:PAD] if tag.rpartition("|")[2] not in LETTER}
 
 
 def messages_of(trace: dict[str, Any]) -> Messages:

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from evals.agent_capacity import TRACES, messages_of, rest_table
 from hfkvq import TriAxialCache, get_scheme
-from hfkvq.caches.tags import TAGS, parse_tag, tag_axes
+from hfkvq.caches.tags import SEMANTIC, TAGS
 from hfkvq.measure.models import find_model, load_model, load_tokenizer
 from hfkvq.measure.records import commit, device_name, now, versions
 
@@ -38,9 +38,8 @@ def tables() -> dict[str, dict[str, int]]:
         "default": dict(get_scheme("triaxial").knobs()["table"]),
         "tools and assistant": rest_table(),
     }
-    axes = {tag: tag_axes(parse_tag(tag)) for tag in TAGS}
-    for role in sorted({own[2] for own in axes.values() if own is not None}):
-        found[role] = {tag: 2 for tag, own in axes.items() if own is not None and own[2] == role}
+    for role in sorted(SEMANTIC):
+        found[role] = {tag: 2 for tag in TAGS if tag.endswith(f"|{role}")}
     return found
 
 

@@ -50,7 +50,7 @@ GONE = {"requantize_on_turn_end": False, "seed": 0, "signs": 0, "quantize_first"
 
 def described(description: dict[str, Any]) -> Scheme:
     """The scheme that a file describes."""
-    return Scheme.from_dict({key: x for key, x in description.items() if key not in GONE or x != GONE[key]})
+    return get_scheme({key: x for key, x in description.items() if key not in GONE or x != GONE[key]})
 
 
 def as_it_was(description: dict[str, Any]) -> Scheme:

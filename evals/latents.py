@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from evals.reference.train import CHECKPOINT, read_problems
-from hfkvq.caches import Scheme, get_scheme
+from hfkvq.caches import get_scheme
 from hfkvq.measure.divergence.measurement import measure
 from hfkvq.measure.divergence.naming import parse_measured
 from hfkvq.measure.divergence.run import as_record
@@ -65,7 +65,7 @@ def rows(model: Any, windows: Windows, names: tuple[str, ...], settings: dict[st
 def spelled(row: dict[str, Any]) -> str:
     """A row's cache as it is typed today: presets have other windows than when they were measured."""
     name = row["name"].partition(":")[0]
-    was, now = Scheme.from_dict(row["scheme"]), get_scheme(name)
+    was, now = get_scheme(row["scheme"]), get_scheme(name)
     values = {field.name: getattr(was, field.name) for field in fields(was)}
     return ":".join([name, *(f"{knob}={value}" for knob, value in values.items() if getattr(now, knob) != value)])
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hfkvq.caches.cache import DEFAULT_SCHEME
-from hfkvq.caches.schemes.base import Scheme, entry_of, get_scheme, in_order
+from hfkvq.caches.schemes.base import Scheme, entry_of, get_scheme, presets
 from hfkvq.measure.presets import bits_words, describe
 from hfkvq.measure.tables import markdown_table
 
@@ -19,7 +19,7 @@ def _paper_words(item: dict[str, Any]) -> str:
 
 def _markdown_rows() -> Iterator[tuple[str, ...]]:
     names: dict[Scheme, list[str]] = {}
-    for name in in_order():
+    for name in presets():
         names.setdefault(get_scheme(name), []).append(name)
     for scheme, own in names.items():
         item = describe(own[0], scheme)
@@ -36,7 +36,7 @@ def _markdown_rows() -> Iterator[tuple[str, ...]]:
 def eviction_markdown() -> str:
     """Table of the schemes that only evict, whose pages are any other scheme's."""
     lines = ["| name | description | tokens kept | paper |", "|---|---|---|---|"]
-    for name in in_order():
+    for name in presets():
         if entry_of(name)[1].group == "eviction":
             item = describe(name, get_scheme(name))
             lines.append(f"| `{name}` | {item['purpose']} | {item['stays']} | {_paper_words(item)} |")

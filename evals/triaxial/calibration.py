@@ -13,7 +13,7 @@ from evals.capture import Capture, capture, compressed_layers, quantized, spread
 from evals.triaxial.allocation import Origin, Sensitivity
 from evals.triaxial.conversations import Conversation, data_hash, make_request
 from hfkvq.caches.schemes.base import get_scheme
-from hfkvq.caches.tags import PAD, TAGS, Tagger, tag_axes
+from hfkvq.caches.tags import PAD, TAGS, Tagger
 from hfkvq.caches.tags.bit_table import config_hash, template_hash
 from hfkvq.measure.records import versions
 
@@ -57,8 +57,8 @@ def count_tokens(counts: Mapping[str, Sequence[int]], shared_inst: bool = True) 
     """
     total: dict[str, float] = {}
     for tag, per_request in counts.items():
-        axes, present = tag_axes(TAGS.index(tag)), [count for count in per_request if count]
-        if shared_inst and axes is not None and axes[2] == "inst" and present:
+        present = [count for count in per_request if count]
+        if shared_inst and tag.endswith("|inst") and present:
             total[tag] = float(statistics.median(present))
         else:
             total[tag] = float(sum(present))

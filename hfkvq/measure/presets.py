@@ -27,7 +27,6 @@ from hfkvq.caches.schemes.base import (
     SideLayout,
     entry_of,
     get_scheme,
-    in_order,
     presets,
 )
 from hfkvq.caches.schemes.eviction import EvictionScheme, TokenEviction
@@ -285,7 +284,7 @@ def _purpose(name: str) -> str:
 def schemes_table(width: int) -> Table:
     """A line for each preset; what a screen of this width has no room for ends in dots."""
     rows = []
-    for name in in_order():
+    for name in presets():
         shown, scheme = f"{name} (default)" if name == DEFAULT_SCHEME else name, get_scheme(name)
         # With a star the bits of a token that is kept.
         bits = bits_words(long_context_bits(scheme)) + ("*" if scheme.evicts else "")
@@ -344,7 +343,7 @@ def explain(name: str, preset: Preset) -> dict[str, Any]:
         for knob in dict.fromkeys([*texts, *fields])
         for default in [fields[knob].default]
     }
-    kin = {other: dict(entry_of(other)[1].knobs) for other in in_order() if entry_of(other)[0] is type(scheme)}
+    kin = {other: dict(entry_of(other)[1].knobs) for other in presets() if entry_of(other)[0] is type(scheme)}
     equal = [other for other in presets() if get_scheme(other) == scheme]
     known = name if name in equal else next(iter(equal), name)
     measured = {kind: figure(kind, known) for kind in ("loss", "steps", "attention")}

@@ -540,7 +540,8 @@ def prompt_attention(module: Any, query: Tensor, keys: Tensor, values: Tensor, a
     """
     tokens = query.shape[2]
     if arguments.softcap or arguments.sinks is not None or not flash_takes(query, keys, values):
-        return dense_attention(module, query, keys, values, arguments)[0]
+        given = {"softcap": arguments.softcap or None, "s_aux": arguments.sinks}
+        return dense_attention(module, query, keys, values, arguments, **given)[0]
     asked = SDPAParams(query, keys, values, None, 0.0, True, True)
     if LONG <= tokens == keys.shape[2] and can_use_cudnn_attention(asked):
         q, k, v = (_padded(x, -(-tokens // STEP) * STEP) for x in (query, keys, values))

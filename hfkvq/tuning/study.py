@@ -516,7 +516,7 @@ def load_study(storage: str, name: str) -> TuningStudy:
         space = {knob: read(json.dumps(text)) for knob, text in setup["space"].items()}
         described = dict(setup["scheme"])
         layers = described.pop("layers", None)
-        preset = get_preset(Scheme.from_dict(described), layers)
+        preset = get_preset(get_scheme(described), layers)
         found = TuningStudy(study, preset, space, setup)
     _check(found, storage, name)
     return found

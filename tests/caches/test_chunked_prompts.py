@@ -87,7 +87,7 @@ class Gemma2(Module):
 )
 def test_what_goes_without_a_mask(plain, mask, more, expected):
     query, keys, values = given()
-    arguments = AttentionArguments(SCALING, mask, more.get("softcap", 0.0))
+    arguments = AttentionArguments(SCALING, mask, more.get("softcap", 0.0), bias=more.get("position_bias"))
     out, _ = interface.dense_attention(Gemma2(), query, keys, values, arguments, **more)
     assert out.shape == (2, 40, 8, 64)
     assert bool(plain) == expected

@@ -20,7 +20,6 @@ from hfkvq.caches.tags import (
     Span,
     Tagger,
     parse_tag,
-    tag_axes,
 )
 from tests.caches.chat_samples import SAMPLES
 from tests.caches.chats import TOKENS, byte_tokenizer
@@ -98,8 +97,6 @@ def test_tags_are_numbered_by_their_axes():
     assert PAD == 56
     for number, name in enumerate(TAGS):
         assert parse_tag(name) == number
-        axes = tag_axes(number)
-        assert axes is None if number == PAD else parse_tag("|".join(axes)) == number
     assert parse_tag("older|text|obs") == SEMANTIC.index("obs")
     assert parse_tag(" current | image | user ") == parse_tag("current|image|user")
 

@@ -11,7 +11,7 @@ import pickle
 import pytest
 import torch
 
-from hfkvq import MixedKVCache, Scheme, TriAxialCache, get_scheme
+from hfkvq import MixedKVCache, TriAxialCache, get_scheme
 from hfkvq.caches import BitTable
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.schemes.base import UNTAGGED
@@ -97,7 +97,7 @@ def test_scheme_is_hashable_and_comes_back_from_json():
     scheme = get_scheme("triaxial", table=TABLE)
     assert scheme == get_scheme("triaxial", table=list(TABLE.items())[::-1])
     assert hash(scheme) == hash(get_scheme("triaxial", table=TABLE))
-    assert Scheme.from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
+    assert get_scheme(json.loads(json.dumps(scheme.to_dict()))) == scheme
     assert get_scheme(scheme, page_size=32).table == scheme.table
 
 

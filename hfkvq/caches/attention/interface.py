@@ -76,8 +76,7 @@ def is_plain(arguments: AttentionArguments, columns: int, dropout: float, given:
     """True if a call is causal, aligned to the newest token, and nothing else; ``given`` is what the model adds."""
     if arguments.mask is not None or not arguments.causal or arguments.softcap or dropout:
         return False
-    names = ("softcap", "s_aux", "sinks", "position_bias")
-    if arguments.sinks is not None or arguments.bias is not None or any(given.get(name) is not None for name in names):
+    if arguments.sinks is not None or arguments.bias is not None:
         return False
     return not given.get("output_attentions") and (given.get("sliding_window") or columns) >= columns
 
@@ -139,41 +138,32 @@ def dense_attention(
         module: the attention module.
         query: (B, Hq, Q, D), after RoPE; keys and values are (B, H, T, D) and (B, H, T, Dv).
         arguments: of the call; no mask that is causal is aligned to the newest token.
-        **kwargs: of the call, as the model gave them; they say softcap, sinks and bias again.
+        **kwargs: of the call, as the model gave them.
 
     Returns:
         (B, Q, Hq, Dv), and the probabilities where the model's own attention gives them.
     """
-    queries, columns, mask, causal = query.shape[2], keys.shape[2], arguments.mask, arguments.causal
-    if mask is None and 1 < queries < columns and causal:
+    queries, columns, mask, scaling = query.shape[2], keys.shape[2], arguments.mask, arguments.scaling
+    stock = not arguments.softcap and arguments.sinks is None and not kwargs.get("output_attentions")
+    if mask is None and arguments.causal and queries > 1 and (queries < columns or not stock):
         if is_plain(arguments, columns, dropout, kwargs) and flash_takes(query, keys, values):
-            return lower_right(query, keys, values, arguments.scaling).transpose(1, 2), None
+            return lower_right(query, keys, values, scaling).transpose(1, 2), None
         # Without a mask stock sdpa would align the triangle to the upper left.
-        mask = _triangle(query, columns)
+        mask = torch.ones(queries, columns, dtype=torch.bool, device=query.device).tril(columns - queries)[None, None]
         window = kwargs.get("sliding_window")
         if window:
             mask = mask.triu(columns - queries - window + 1)
     if mask is not None and not mask.is_floating_point() and mask.dtype != torch.bool:
         mask = mask.bool()
-    scaling, special = arguments.scaling, any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks"))
-    if not special and not kwargs.get("output_attentions"):
+    if stock:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](
             module, query, keys, values, mask, dropout=dropout, scaling=scaling, **kwargs
         )
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    if mask is None and queries > 1 and causal:
-        mask = _triangle(query, columns)
     if mask is not None and mask.dtype == torch.bool:
         shape, lowest = torch.broadcast_shapes(mask.shape, (1, 1, queries, columns)), torch.finfo(query.dtype).min
         mask = torch.zeros(shape, dtype=query.dtype, device=query.device).masked_fill(~mask, lowest)
     return eager(module, query, keys, values, mask, dropout=dropout, scaling=scaling, **kwargs)
-
-
-def _triangle(query: Tensor, columns: int) -> Tensor:
-    """The causal mask of the newest queries: bool (1, 1, Q, L)."""
-    queries = query.shape[2]
-    mask = torch.ones(queries, columns, dtype=torch.bool, device=query.device)
-    return mask.tril(columns - queries)[None, None]
 
 
 @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -203,19 +193,6 @@ def _is_step(buffer: StepBuffer, query: Tensor, arguments: AttentionArguments) -
     # With padding within rows, generate makes no masks outside the graph, which is when trims run.
     unwatched = buffer.trims and buffer.sync.holes
     return buffer.sync.ready and (query.shape[2] == 1 or several) and not unwatched
-
-
-def recorded_attention(new: StepKV, query: Tensor, arguments: AttentionArguments) -> Tensor:
-    """Attention in a recorded step: one opaque operation, (B, Hq, Q, D) to (B, Hq, Q, Dv)."""
-    buffer, keys = new.buffer, new.keys
-    scaling, mask, softcap, sinks, *_ = arguments
-    assert buffer.tensor is not None, "initialized before"
-    smoothing = buffer.layer.smoothing
-    if buffer.queries is not None:
-        buffer.queries.note(query, keys.shape[2], arguments)
-    if smoothing is not None:
-        query, keys = smoothing.both(query, keys)
-    return step(query, keys, new.values, mask, sinks, buffer.tensor, buffer.pages, scaling, softcap, buffer.spec)
 
 
 def hfkvq_attention(
@@ -284,7 +261,14 @@ def hfkvq_attention(
         return found.transpose(1, 2)
 
     if isinstance(key, StepKV):
-        out = recorded_attention(key, asked, arguments)
+        buffer, keys, (_, mask, softcap, sinks, *_) = key.buffer, key.keys, arguments
+        assert buffer.tensor is not None, "initialized before"
+        if buffer.queries is not None:
+            buffer.queries.note(asked, keys.shape[2], arguments)
+        if layer.smoothing is not None:
+            asked, keys = layer.smoothing.both(asked, keys)
+        # One opaque operation.
+        out = step(asked, keys, key.values, mask, sinks, buffer.tensor, buffer.pages, scaling, softcap, buffer.spec)
         out = out if after is None else after(out)
     else:
         if not arguments.causal:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -106,8 +106,8 @@ def register(scheme: type[Any]) -> None:
 
 
 def presets() -> list[str]:
-    """The name of every preset, in the order in which they were registered."""
-    return list(_PRESETS)
+    """The name of every preset, in the order in which lists and tables show them: by ``Scheme.place``."""
+    return sorted(_PRESETS, key=lambda name: _PRESETS[name][0].place)
 
 
 def entry_of(name: str) -> tuple[type[Any], Entry]:
@@ -124,16 +124,9 @@ def entry_of(name: str) -> tuple[type[Any], Entry]:
     return _PRESETS[name]
 
 
-def in_order() -> Iterator[str]:
-    """The name of every preset, in the order in which lists and tables show them: by ``Scheme.place``."""
-    return iter(sorted(_PRESETS, key=lambda name: _PRESETS[name][0].place))
-
-
 def listed(name: str) -> tuple[str, ...]:
     """The presets of one of `LISTS`."""
-    if name not in LISTS:
-        raise ValueError(f"lists: got {name!r}, which is unknown; {nearest(name, list(LISTS))}")
-    return tuple(preset for preset in in_order() if name in _PRESETS[preset][1].lists)
+    return tuple(preset for preset in presets() if name in _PRESETS[preset][1].lists)
 
 
 def rotation_block(dim: int) -> int:
@@ -299,6 +292,8 @@ class Scheme:
         for own in fields(self):
             value, low, high = getattr(self, own.name), own.metadata.get("low"), own.metadata.get("high")
             choices = own.metadata.get("choices")
+            if isinstance(value, Mapping) and "scheme" in value:
+                object.__setattr__(self, own.name, get_scheme(value))
             # 4.0 and True equal choices that they are not, and files tell them apart.
             if choices is not None and not any(value == each and type(value) is type(each) for each in choices):
                 raise ValueError(f"{own.name}: got {value!r}, allowed {', '.join(map(repr, choices))}.")
@@ -422,21 +417,13 @@ class Scheme:
         return {name: search for name, search in ranges.items() if search is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain description, ``{"scheme": name, knob: value, ...}``."""
+        """Plain description, ``{"scheme": name, knob: value, ...}``, which `get_scheme` takes."""
         return {"scheme": self.name, **self.knobs()}
 
     def knobs(self) -> dict[str, Any]:
         """Value of every knob, plain as JSON has it."""
         found = {own.name: getattr(self, own.name) for own in fields(self)}
         return {name: value.to_dict() if isinstance(value, Scheme) else value for name, value in found.items()}
-
-    @staticmethod
-    def from_dict(description: Mapping[str, Any]) -> Scheme:
-        """Inverse of `to_dict`; missing knobs take their defaults."""
-        knobs = dict(description)
-        if not isinstance(knobs.get("scheme"), str):
-            raise ValueError(f"scheme: got {knobs.get('scheme')!r} under 'scheme', allowed a name; see list_schemes().")
-        return get_scheme(knobs.pop("scheme"), **knobs)
 
 
 def warn_of_limits(scheme: Scheme, key_dim: int, value_dim: int) -> None:
@@ -472,12 +459,12 @@ def list_schemes() -> dict[str, Scheme]:
     return {name: get_scheme(name) for name in presets()}
 
 
-def get_scheme(name: str | Scheme, **knobs: Any) -> Scheme:
+def get_scheme(name: str | Scheme | Mapping[str, Any], **knobs: Any) -> Scheme:
     """A scheme from a preset's name and knobs: ``get_scheme("kitty", boost_ratio=0.2)``, or "kitty:boost_ratio=0.2".
 
     Args:
         name: a preset (see `list_schemes`), also with knobs, one that evicts over another's pages
-            ("snapkv+kitty-pro"), or a scheme whose knobs are to be changed.
+            ("snapkv+kitty-pro"), or a scheme, or its description (`Scheme.to_dict`), whose knobs are to be changed.
 
     Returns:
         The frozen scheme.
@@ -485,6 +472,11 @@ def get_scheme(name: str | Scheme, **knobs: Any) -> Scheme:
     Raises:
         ValueError: unknown preset or knob (the nearest names are shown), or a knob out of range.
     """
+    if isinstance(name, Mapping):
+        if not isinstance(name.get("scheme"), str):
+            raise ValueError(f"scheme: got {name.get('scheme')!r} under 'scheme', allowed a name; see list_schemes().")
+        described = dict(name)
+        name, knobs = described.pop("scheme"), described | knobs
     if isinstance(name, Scheme):
         cls, base = type(name), {own.name: getattr(name, own.name) for own in fields(name)}
     else:

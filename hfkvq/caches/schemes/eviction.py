@@ -168,8 +168,6 @@ class TokenEviction(EvictionScheme):
     def __post_init__(self) -> None:
         """Checks how the knobs go together, and that the pages are those of a scheme that keeps every token."""
         super().__post_init__()
-        if isinstance(self.pages, Mapping):
-            object.__setattr__(self, "pages", Scheme.from_dict(self.pages))
         if self.page_scheme.evicts:
             raise ValueError(f"pages: got {self.page_scheme.name!r}, which evicts itself; allowed any other scheme.")
         if "tags" in self.page_scheme.needs:
@@ -189,7 +187,6 @@ class TokenEviction(EvictionScheme):
 
     @cached_property
     def page_scheme(self) -> Scheme:
-        assert not isinstance(self.pages, Mapping), "made a scheme above"
         return get_scheme(self.pages)
 
     @property

@@ -14,7 +14,6 @@ _BEST = {"boost_ratio": 0.25, "score": "q_error", "fit": 4, "rotate_values": Tru
 _HEAVY = {"wide_from": 0.6, "wide_to": 0.63, "wide_keys_from": 0.6, "wide_keys_to": 0.63}
 # The presets of fewest bits are for the longest contexts, where whole tokens cost least.
 _LONG = {"sink_length": 128, "local_length": 256, "key_local_length": 256, "trellis_values": True}
-_BY_QUERIES = ("qk_abs", "q_error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +135,7 @@ class Kitty(Scheme):
     @property
     def needs(self) -> frozenset[str]:
         """Queries, if they take part in the score."""
-        return frozenset({"query"}) if self.score in _BY_QUERIES and self.key_bits < 4 else frozenset()
-
-    def boosted(self, head_dim: int) -> int:
-        """Channels raised to 4 bits in a page of heads of ``head_dim``: n_b, 16 of 128 for Kitty."""
-        return int(self.boost_ratio * head_dim + 0.5)
+        return frozenset({"query"}) if self.score in ("qk_abs", "q_error") and self.key_bits < 4 else frozenset()
 
     def in_layer(self, layer: int, layers: int) -> Kitty:
         """Scheme with values or keys of 4 bits, if the layer's middle is between the shares of depth that have them."""
@@ -148,13 +143,14 @@ class Kitty(Scheme):
         values = 4 if self.wide_from <= place < self.wide_to else self.value_bits
         if values == 2 and place < self.narrow_to:
             values = 1
-        own = replace(self, value_bits=values, narrow_to=0.0, wide_to=0.0, wide_from=0.0)
-        own = replace(own, wide_keys_from=0.0, wide_keys_to=0.0)
-        return replace(own, key_bits=4) if self.wide_keys_from <= place < self.wide_keys_to else own
+        keys = 4 if self.wide_keys_from <= place < self.wide_keys_to else self.key_bits
+        none = dict.fromkeys(("narrow_to", "wide_from", "wide_to", "wide_keys_from", "wide_keys_to"), 0.0)
+        return replace(self, key_bits=keys, value_bits=values, **none)
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """Sink, pages with raised key channels or keys of 4 bits, local window on the values."""
-        page, count = self.page_size, self.boosted(key_dim)
+        # Channels raised in a page: n_b, 16 of 128 for Kitty.
+        page, count = self.page_size, int(self.boost_ratio * key_dim + 0.5)
         if self.key_bits == 4:
             keys = PageFormat(4, "channel", page, page)
         elif self.key_bits == 1:

@@ -130,7 +130,7 @@ def get_preset(
     elif isinstance(what, Mapping):
         described = dict(what)
         below = described.pop("layers", {})
-        scheme = Scheme.from_dict(described)
+        scheme = get_scheme(described)
         base = Preset(scheme, _layers(below, scheme))
     else:
         base = Preset(get_scheme(what))
@@ -142,14 +142,13 @@ def get_preset(
 def _layers(given: Mapping[str | int, Any], main: Scheme) -> tuple[tuple[str, Scheme], ...]:
     if not isinstance(given, Mapping):
         raise ValueError(f"layers: got {given!r}, allowed schemes by layer, e.g. {{'0-1': 'full'}}.")
-    pairs = []
-    for which, what in given.items():
-        if isinstance(what, Mapping):
-            scheme = Scheme.from_dict(what) if "scheme" in what else get_scheme(main, **what)
-        else:
-            scheme = get_scheme(what)
-        pairs.append((str(which), scheme))
-    return tuple(pairs)
+    return tuple(
+        (
+            str(which),
+            get_scheme(main, **what) if isinstance(what, Mapping) and "scheme" not in what else get_scheme(what),
+        )
+        for which, what in given.items()
+    )
 
 
 _OPTIONS = "memory order evict layers max_cache_len graphs headroom offloading attach debug".split()

@@ -38,24 +38,18 @@ class Sides(Scheme):
     sink_length: int = knob(32, low=0, high=1024)
 
     def __post_init__(self) -> None:
-        """Makes schemes of descriptions, and checks that each is of one run of pages."""
+        """Checks that each side is of one run of pages."""
         super().__post_init__()
-        for side in ("keys", "values"):
-            given = getattr(self, side)
-            if isinstance(given, Mapping):
-                object.__setattr__(self, side, Scheme.from_dict(given))
         for side, own in (("keys", self.key_scheme), ("values", self.value_scheme)):
             if own.evicts or own.latents or isinstance(own, Sides) or own.needs & {"tags", "history"}:
                 raise ValueError(f"{side}: got {own.name!r}, allowed schemes that give all tokens one kind of page.")
 
     @cached_property
     def key_scheme(self) -> Scheme:
-        assert not isinstance(self.keys, Mapping), "made a scheme above"
         return get_scheme(self.keys)
 
     @cached_property
     def value_scheme(self) -> Scheme:
-        assert not isinstance(self.values, Mapping), "made a scheme above"
         return get_scheme(self.values)
 
     def in_layer(self, layer: int, layers: int) -> Scheme:

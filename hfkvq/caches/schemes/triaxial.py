@@ -12,7 +12,7 @@ from torch import Tensor
 from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import PageFormat
 
-from ..tags import PAD, TAGS, parse_tag, tag_axes
+from ..tags import PAD, TAGS, parse_tag
 from .base import Entry, Layout, Scheme, SideLayout, knob
 
 DEFAULT_TABLE: tuple[tuple[str, int], ...] = tuple(
@@ -100,20 +100,17 @@ class TriAxial(Scheme):
 
     def token_bits(self, keys: Tensor, values: Tensor, position: Tensor, tags: Tensor | None = None) -> Tensor | None:
         """Bits ``b*(s(t))`` of section 3.2.3, 4 for tags that the table lacks: u8 (B, m)."""
-        return None if tags is None else self.tag_bits(tags)
-
-    @property
-    def reads_tokens(self) -> bool:
-        """False unless a subclass has its own `token_bits` or `tag_bits`."""
-        own = type(self)
-        return (own.token_bits, own.tag_bits) != (TriAxial.token_bits, TriAxial.tag_bits)
-
-    def tag_bits(self, tags: Tensor) -> Tensor:
-        """Bits of tag codes: u8 to u8, of any shape."""
+        if tags is None:
+            return None
         bits = [4] * 256
         for tag, width in self.table:
             bits[parse_tag(tag)] = width
         return torch.tensor(bits, dtype=torch.uint8, device=tags.device)[tags.long()]
+
+    @property
+    def reads_tokens(self) -> bool:
+        """False unless a subclass has its own `token_bits`."""
+        return type(self).token_bits is not TriAxial.token_bits
 
 
 def _pairs(table: Any) -> tuple[tuple[str, int], ...]:
@@ -131,7 +128,7 @@ def _pairs(table: Any) -> tuple[tuple[str, int], ...]:
         ) from None
     for i, (tag, bits) in enumerate(pairs):
         try:
-            known = isinstance(tag, str) and tag_axes(parse_tag(tag)) is not None and tag in TAGS
+            known = isinstance(tag, str) and parse_tag(tag) != PAD and tag in TAGS
         except ValueError as error:
             raise ValueError(f"table: {error}") from None
         if not known:

@@ -11,6 +11,5 @@ from .formats import Opening as Opening
 from .formats import Span as Span
 from .formats import find_format as find_format
 from .formats import parse_tag as parse_tag
-from .formats import tag_axes as tag_axes
 from .tagger import Tagger as Tagger
 from .tagger import placeholders as placeholders

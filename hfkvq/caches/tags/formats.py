@@ -41,16 +41,6 @@ def parse_tag(name: str) -> int:
     return number
 
 
-def tag_axes(number: int) -> tuple[str, str, str] | None:
-    """``(temporal, modal, semantic)`` of a tag; None for `PAD`."""
-    if not 0 <= number < len(TAGS):
-        raise ValueError(f"tag: got number {number}, allowed 0 to {PAD}.")
-    if number == PAD:
-        return None
-    temporal, modal, semantic = TAGS[number].split("|")
-    return temporal, modal, semantic
-
-
 @dataclass(frozen=True)
 class Span:
     """A bracketed part of a message.

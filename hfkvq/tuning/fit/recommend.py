@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hfkvq.caches.layers.memory import format_bytes
-from hfkvq.caches.schemes.base import entry_of, get_scheme, in_order
+from hfkvq.caches.schemes.base import entry_of, get_scheme, presets
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.measure.doctor import UNSAFE, judge, python_line
 from hfkvq.measure.presets import bits_words, figure, figures, long_context_bits, steps_note, widest_first
@@ -29,7 +29,7 @@ Perplexity of text that a model does not know may fall, though its predictions h
 def candidates() -> list[str]:
     """Default candidates that are measured, or that `hfkvq fit` shows; each scheme once, the widest first."""
     found: dict[Any, str] = {}
-    for name in in_order():
+    for name in presets():
         entry = entry_of(name)[1]
         shown = "fit" in entry.lists or figure("loss", name) is not None
         scheme = get_scheme(name)

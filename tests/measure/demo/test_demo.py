@@ -10,7 +10,7 @@ import torch
 
 import hfkvq
 from hfkvq import get_scheme, list_schemes
-from hfkvq.caches.schemes.base import in_order
+from hfkvq.caches.schemes.base import presets
 from hfkvq.measure.demo import Settings, choose_schemes, run_demo
 from hfkvq.measure.demo.answers import answer, make_cache, predictions
 from hfkvq.measure.demo.prompts import Subject, is_right, load, make_batches
@@ -120,7 +120,7 @@ def test_schemes_are_a_line_each(columns: int) -> None:
     lines = done.output.splitlines()
     assert max(map(len, lines)) <= columns
     first = [line.split()[0] for line in lines[2:] if line.strip()]
-    assert [name for name in first if name in hfkvq.list_schemes()] == list(in_order())
+    assert [name for name in first if name in hfkvq.list_schemes()] == presets()
     found = {line.split()[0]: line.split() for line in lines if line.strip()}
     assert found["best-3.4"][1:5] == ["(default)", "3.37", lost("best-3.4"), "%"]
     step = f"{figure('steps', 'kitty-pro')['ms']:.1f}"
