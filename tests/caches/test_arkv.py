@@ -260,7 +260,7 @@ def test_row_that_starts_in_a_later_chunk():
 
 def test_budget_in_bytes_knows_the_dtype_before_anything_is_held():
     layer = make(arkv(budget_tokens=None, budget_bytes=8 * 140))
-    with pytest.raises(ValueError, match=r"budget_bytes: got 1120, allowed more than 2080.*in torch.float32; raise it"):
+    with pytest.raises(ValueError, match=r"budget_bytes: got 1120, allowed more than 2080.*in 32 bits; raise it"):
         feed(layer, [row(1, 20)], [20])
     assert layer.store is None
     assert layer.get_seq_length() == 0

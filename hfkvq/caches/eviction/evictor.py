@@ -255,12 +255,6 @@ class Eviction(Part):
 
     # An attention call.
 
-    def lets_step_pass(self) -> bool:
-        """True if a step of one token needs no trim, and its queries nobody."""
-        layer = self.layer
-        begun = all(state.length for state in layer.held().states)
-        return not self.asks_every_step and layer.seen < self.full_at and begun
-
     def before_begin(self) -> bool:
         """Notes for which rows the coming call is a prompt; whether its queries are to be kept."""
         layer, store, new = self.layer, self.layer.held(), self.layer.new_columns
@@ -300,16 +294,19 @@ class Eviction(Part):
             self.pending = QueryWindow(query, self._real[:, -newest:], arguments, self._fresh)
         self._real = self._fresh = None
 
-    def may_be_cut(self, seen: QueryWindow | None) -> bool:
-        """True if what is staged is a first prompt, whole and alone, whose queries have been shown."""
-        layer = self.layer
-        if seen is None or seen.prompt is None or layer.staged is None or self.layer.held().longest:
+    def cut_prompt(self) -> bool:
+        """Cuts what is staged, if it is a first prompt, whole and alone, whose queries have been shown; whether it has.
+
+        Nothing changes if it fails.
+        """
+        layer, seen = self.layer, self.pending
+        if seen is None or seen.prompt is None or layer.staged is None or layer.held().longest:
             return False
         mask = seen.arguments.mask
-        return layer.staged_length == layer.seen and (mask is None or mask.shape[-1] >= layer.seen)
+        whole = layer.staged_length == layer.seen and (mask is None or mask.shape[-1] >= layer.seen)
+        return whole and self._cut(seen, *layer.staged)
 
-    def cut_prompt(self) -> bool:
-        """Cuts a staged first prompt to its best tokens, if it can be; whether it has. Nothing changes if it fails."""
+    def _cut(self, seen: QueryWindow, keys: Tensor, values: Tensor) -> bool:
         raise NotImplementedError
 
     # Judging.

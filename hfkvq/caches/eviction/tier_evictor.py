@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,112 +12,13 @@ from torch.nn.functional import pad
 from hfkvq.kernels.decode import LENGTH, run_count
 
 from ..base import outside_inference_mode
-from ..schemes.arkv import Arkv
-from ..schemes.score_inputs import Evidence, evidence_of, prompt_candidates, tier_widths
+from ..schemes.score_inputs import evidence_of, prompt_candidates, tier_widths
 from ..store import KVStore, StoreState
 from ..store.packing import Packed
-from ..store.requantize import EVICT, STAY, Requantized, positions, requantize, requantized, run_columns
+from ..store.requantize import EVICT, STAY, positions, requantize, requantized, run_columns
 from ..store.rows import joined, part, used_blocks
 from ..store.windows import pages_for
-from .evictor import (
-    Eviction,
-    QueryWindow,
-    keep,
-    store_choice,
-    stored_evidence,
-    token_order,
-)
-
-
-class Budget(NamedTuple):
-    """Budget of a row's KV head: most tokens, or if not None bytes; and bytes of a token in few bits and whole."""
-
-    tokens: int
-    bytes: int | None
-    costs: tuple[int, int]
-
-    def check(self, window: int, dtype: torch.dtype) -> None:
-        """Raises ValueError if there is no room for more than the window of newest tokens."""
-        least = window * self.costs[1]
-        if self.bytes is not None and self.bytes <= least:
-            raise ValueError(
-                f"budget_bytes: got {self.bytes}, allowed more than {least}, which the window of {window} tokens takes "
-                f"in each KV head in {dtype}; raise it, or lower window."
-            )
-
-    @property
-    def most(self) -> tuple[int, int]:
-        """Most tokens that fit: all in few bits, and all whole."""
-        if self.bytes is None:
-            return self.tokens, self.tokens
-        low, whole = self.costs
-        return self.bytes // low, self.bytes // whole
-
-    def room(self, store: KVStore) -> Tensor:
-        """Whole tokens that each row of a store has room for, negative where it has outgrown the budget: i64 (B*H,)."""
-        length = store.counters[LENGTH].long()
-        if self.bytes is None:
-            return self.tokens - length
-        low, whole = self.costs
-        held = length * whole - run_count(store.counters, 0, "keys").long() * (whole - low)
-        return (self.bytes - held).div(whole, rounding_mode="floor")
-
-    def least_room(self, few: list[int], lengths: list[int]) -> int:
-        """The least of `room` for rows of these lengths with so many tokens in few bits, which the host knows."""
-        if self.bytes is None:
-            return self.tokens - max(lengths)
-        low, whole = self.costs
-        held = [n * whole - narrow * (whole - low) for n, narrow in zip(lengths, few, strict=True)]
-        return (self.bytes - max(held)) // whole
-
-
-def tier_targets(
-    policy: Arkv,
-    costs: tuple[int, int],
-    newest: int,
-    state: StoreState,
-    scores: Tensor,
-    share: Tensor,
-    over: Tensor,
-    prompt: Tensor,
-    where: Tensor,
-    order: Tensor,
-    final: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Tiers of the tokens of some rows, by their scores.
-
-    Args:
-        policy: says how many tokens stay, and how many of them whole.
-        newest: newest tokens of a row, which stay as they are.
-        scores: f32 (B*H, n), oldest token first.
-        share: f32 (B*H,), the layer's share of whole tokens.
-        over: bool (B*H,), the rows; others stay as they are.
-        prompt: bool (B*H,), rows that have had a prompt just now.
-        where, order: what `positions` and `token_order` say.
-        final: whether shares are final; until then a prompt keeps as many tokens as the budget could hold in few bits.
-
-    Returns:
-        Targets as `requantized` takes them, and i64 (B*H, n): ranks of the tokens that are left, oldest first.
-    """
-    length = state.counters[LENGTH].long()
-    past = (length - newest).clamp(min=0)
-    kept = stay = policy.kept(past, share, costs, prompt)
-    if not final:
-        stay = torch.where(prompt, policy.kept(past, torch.zeros_like(share), costs, prompt), kept)
-    rank = torch.arange(order.shape[1], device=order.device)
-    narrow, tail = run_columns(state)[0], run_columns(state)[-1][0]
-    is_whole = (order < narrow[0]) | (order >= narrow[0] + narrow[1])
-    judged = rank < past[:, None]
-    judged_scores = scores.masked_fill(~judged, -torch.inf)
-    bits = tier_widths(judged_scores, stay, policy.whole(kept, share), is_whole, policy.low_bits)
-    runs = torch.full(bits.shape, EVICT, dtype=torch.int8, device=bits.device)
-    for i, (fmt, _) in enumerate(state.format.runs):
-        runs = torch.where(bits == fmt.bits, i, runs)
-    runs = torch.where(judged & over[:, None], runs, STAY).to(torch.int8)
-    target = torch.full((order.shape[0], tail + state.windows[2].shape[2]), STAY, dtype=torch.int8, device=runs.device)
-    target.scatter_(1, order, runs)
-    left = ((runs != EVICT) & (rank < length[:, None])).to(torch.int8).argsort(dim=1, descending=True, stable=True)
-    return target, left
+from .evictor import Eviction, QueryWindow, keep, store_choice, stored_evidence, token_order
 
 
 class TierEvictor(Eviction):
@@ -128,13 +29,13 @@ class TierEvictor(Eviction):
     budget in bytes.
 
     Attributes:
-        budget: of each KV head; known with the first update.
+        costs: bytes of a token in few bits and whole; known with the first update.
         strength: f32 (B,), by which layers are compared; None before a prompt, or where nobody asks attention.
         provisional: bool (B*H,), rows whose tiers are not final yet; None if there are none.
     """
 
     by_row, by_head = ("strength",), ("scores", "provisional")
-    budget: Budget
+    costs: tuple[int, int]
 
     def forget(self) -> None:
         super().forget()
@@ -144,14 +45,12 @@ class TierEvictor(Eviction):
 
     def new_store(self, keys: Tensor, values: Tensor) -> KVStore:
         store, policy = super().new_store(keys, values), self.policy
-        costs = policy.token_bytes(store.layout, keys.shape[-1], values.shape[-1], keys.dtype.itemsize)
-        self.budget = Budget(policy.tokens, policy.budget_bytes, costs)
-        self.budget.check(policy.window, keys.dtype)
+        self.costs = policy.token_bytes(store.layout, keys.shape[-1], values.shape[-1], keys.dtype.itemsize)
         return store
 
     @property
     def full_at(self) -> int:
-        return self.trim_at or 1 + self.budget.most[1]
+        return self.trim_at or 1 + self.most_held(0)[1]
 
     @property
     def keeps_query(self) -> bool:
@@ -160,7 +59,24 @@ class TierEvictor(Eviction):
 
     def most_held(self, room: int) -> tuple[int, ...]:
         """See `Eviction.most_held`; all in few bits, and all whole."""
-        return self.budget.most
+        tokens, most = self.policy.tokens, self.policy.budget_bytes
+        return (tokens, tokens) if most is None else (most // self.costs[0], most // self.costs[1])
+
+    def _room(self, length: Any, few: Any) -> Any:
+        """Whole tokens that a row has room for, of which ``few`` are in few bits; negative where it is over its budget.
+
+        Of numbers, or of i64 tensors.
+        """
+        most, (low, whole) = self.policy.budget_bytes, self.costs
+        return self.policy.tokens - length if most is None else (most - length * whole + few * (whole - low)) // whole
+
+    def _rooms(self) -> Tensor:
+        """`_room` of each row of the store: i64 (B*H,)."""
+        counters = self.layer.held().counters
+        return self._room(counters[LENGTH].long(), run_count(counters, 0, "keys").long())
+
+    def _plan_trim(self, room: int) -> None:
+        self.trim_at = self.layer.seen + 1 + max(room, 0)
 
     @property
     def newest(self) -> int:
@@ -169,20 +85,17 @@ class TierEvictor(Eviction):
 
     # A first prompt.
 
-    def cut_prompt(self) -> bool:
+    def _cut(self, seen: QueryWindow, keys: Tensor, values: Tensor) -> bool:
         """See `Eviction.cut_prompt`; the host asks the device nothing until the last layer is done."""
-        layer, policy, seen = self.layer, self.policy, self.pending
-        if seen is None or layer.staged is None or layer.padding is not None or not self.may_be_cut(seen):
-            return False
-        room = self._room_of_prompt()
+        layer, policy = self.layer, self.policy
+        room = 0 if layer.padding is not None else self._room_of_prompt()
         if not room:
             return False
-        scores, statistics, (keys, values) = [], [], layer.staged
-        given = policy.evidence, policy.queries, seen.query, seen.arguments
-        candidates = prompt_candidates(keys, values)
-        for _, found in evidence_of(candidates, *given):
+        scores, statistics, candidates = [], [], prompt_candidates(keys, values)
+        for _, found in evidence_of(candidates, policy.evidence, policy.queries, seen.query, seen.arguments):
             scores.append(policy.scores(found))
-            statistics += self._statistics(found)
+            if policy.evidence:
+                statistics.append(policy.layer_statistics(found.attention, found.past(policy.window)))
         strength = self._strength_of(statistics)
         length = candidates.length[:: candidates.heads]
         held, rows = torch.full_like(length, room), frozenset({(layer.seen, room)})
@@ -198,7 +111,7 @@ class TierEvictor(Eviction):
 
     def _room_of_prompt(self) -> int:
         """Tokens of a row that a first prompt is cut to; 0 where it has to go the general way."""
-        layer, policy, store, costs = self.layer, self.policy, self.layer.held(), self.budget.costs
+        layer, policy, store = self.layer, self.policy, self.layer.held()
         sizes = store.sizes
         newest, unit = max(self.newest, *sizes.local), sizes.unit[0]
         past, alike = layer.seen - newest, sizes.local[0] == sizes.local[1] and sizes.unit[1] == unit
@@ -208,16 +121,9 @@ class TierEvictor(Eviction):
         if not store.seals_widely or sizes.sink or not alike:
             return 0
         # The number is what the budget could hold in few bits.
-        best = int(
-            policy.kept(
-                torch.tensor([past], dtype=torch.int64, device="cpu"),
-                torch.zeros(1, dtype=torch.float32, device="cpu"),
-                costs,
-                torch.ones(1, dtype=torch.bool, device="cpu"),
-            )
-        )
+        best = policy.most_kept(past, self.costs)
         # All whole, they would be many bytes where a whole token takes more than two in few bits.
-        budget, held = policy.budget_bytes, (best + newest) * costs[1]
+        budget, held = policy.budget_bytes, (best + newest) * self.costs[1]
         if not best or (budget is not None and held >= 2 * budget):
             return 0
         return min(-(-best // unit) * unit, past) + newest
@@ -231,8 +137,8 @@ class TierEvictor(Eviction):
         scores, statistics = torch.empty(order.shape, device=order.device, dtype=torch.float32), []
         for rows, found in stored_evidence(policy, store, seen, where, order):
             scores[rows] = policy.scores(found)
-            if seen.prompt is not None:
-                statistics += self._statistics(found)
+            if seen.prompt is not None and policy.evidence:
+                statistics.append(policy.layer_statistics(found.attention, found.past(policy.window)))
         if seen.prompt is not None:
             strength = self._strength_of(statistics)
             if strength is not None and self.strength is not None:
@@ -245,26 +151,11 @@ class TierEvictor(Eviction):
         if seen.prompt is not None:
             self._assign_tiers()
 
-    def _statistics(self, found: Evidence) -> list[Tensor]:
-        """Attention of some folded rows; None where no scheme asks for it."""
-        policy = self.policy
-        if "attention" not in policy.evidence:
-            return []
-        return [policy.layer_statistics(found.attention, found.past(policy.window))]
-
     def _strength_of(self, statistics: list[Tensor]) -> Tensor | None:
         """f32 (B,) of the statistics of folded rows."""
         if not statistics:
             return None
         return self.policy.strength(torch.cat(statistics).unflatten(0, (self.layer.batch_size, -1)))
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Equal in layers whose tiers can be assigned together."""
-        state = self.layer.held().state
-        windows = tuple(window.shape[2] for window in state.windows)
-        sizes = state.batch, tuple(state.dims.values()), windows, used_blocks(state)
-        return state.device, state.dtype, sizes, self.policy, self.budget, self.newest
 
     def share(self) -> Tensor:
         """The layer's share of whole tokens in each row, f32 (B*H,), by layers that have met as many prompts."""
@@ -276,32 +167,58 @@ class TierEvictor(Eviction):
             most = torch.stack([strength.to(own.device) for strength in alike]).amax(0)
         return self.policy.share(own, most).repeat_interleave(self.layer.held().fold)
 
-    def take_tiers(self, done: Requantized | None, rows: slice) -> None:
-        """Takes the layer's part of what was made of several layers' rows; None where no token has moved."""
-        layer, store = self.layer, self.layer.held()
-        if done is None:
-            self.trim_at = layer.seen + 1 + max(int(self.budget.room(store).min()), 0)
-            return
-        held, states = [each[rows] for each in done.held], done.rows[rows]
-        blocks = [pages_for(store.format, run, max(each)) for run, each in enumerate(held)]
-        own = part(done.state, rows.start, store.batch, blocks)
-        store.adopt(own.replace(max(held[-1]), states=frozenset(states)))
-        layer.evicted = True
-        layer.edition += 1
-        room = self.budget.least_room(held[0], [state.length for state in states])
-        self.trim_at = layer.seen + 1 + max(room, 0)
+    def targets(
+        self,
+        state: StoreState,
+        scores: Tensor,
+        share: Tensor,
+        over: Tensor,
+        prompt: Tensor,
+        where: Tensor,
+        order: Tensor,
+        final: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Tiers of the tokens of some rows, by their scores.
+
+        Args:
+            scores: f32 (B*H, n), oldest token first.
+            share: f32 (B*H,), the layer's share of whole tokens.
+            over: bool (B*H,), the rows; others stay as they are.
+            prompt: bool (B*H,), rows that have had a prompt just now.
+            where, order: what `positions` and `token_order` say.
+            final: whether shares are final; until then a prompt keeps as many tokens as could be held in few bits.
+
+        Returns:
+            Targets as `requantized` takes them, and i64 (B*H, n): ranks of the tokens that are left, oldest first.
+        """
+        length, policy, costs = state.counters[LENGTH].long(), self.policy, self.costs
+        past = (length - self.newest).clamp(min=0)
+        kept = stay = policy.kept(past, share, costs, prompt)
+        if not final:
+            stay = torch.where(prompt, policy.kept(past, torch.zeros_like(share), costs, prompt), kept)
+        rank = torch.arange(order.shape[1], device=order.device)
+        narrow, tail = run_columns(state)[0], run_columns(state)[-1][0]
+        is_whole = (order < narrow[0]) | (order >= narrow[0] + narrow[1])
+        judged = rank < past[:, None]
+        judged_scores = scores.masked_fill(~judged, -torch.inf)
+        bits = tier_widths(judged_scores, stay, policy.whole(kept, share), is_whole, policy.low_bits)
+        runs = torch.full(bits.shape, EVICT, dtype=torch.int8, device=bits.device)
+        for i, (fmt, _) in enumerate(state.format.runs):
+            runs = torch.where(bits == fmt.bits, i, runs)
+        runs = torch.where(judged & over[:, None], runs, STAY).to(torch.int8)
+        target = runs.new_full((order.shape[0], tail + state.windows[2].shape[2]), STAY).scatter_(1, order, runs)
+        left = ((runs != EVICT) & (rank < length[:, None])).to(torch.int8).argsort(dim=1, descending=True, stable=True)
+        return target, left
 
     def _trim(self, scores: Tensor, prompt: Tensor, where: Tensor, order: Tensor) -> None:
-        """Cuts rows that have outgrown their budget; arguments are those of `tier_targets`."""
-        layer, store, policy = self.layer, self.layer.held(), self.policy
-        over = self.budget.room(store) < 0
+        """Cuts rows that have outgrown their budget; arguments are those of `targets`."""
+        layer, store = self.layer, self.layer.held()
+        over = self._rooms() < 0
         # Until all layers are done, as many tokens as the budget could hold in few bits.
         final = all(x.prompts == self.prompts for x in self.group.members)
         left = None
         if over.any():
-            share = self.share()
-            given = policy, self.budget.costs, self.newest, store.state, scores, share
-            target, left = tier_targets(*given, over, prompt, where, order, final)
+            target, left = self.targets(store.state, scores, self.share(), over, prompt, where, order, final)
             requantize(store, target, where)
             layer.evicted = True
             layer.edition += 1
@@ -309,7 +226,7 @@ class TierEvictor(Eviction):
         self.scores = None
         if left is not None and not final:
             self._remember(scores.gather(1, left[:, : store.longest]))
-        self.trim_at = layer.seen + 1 + max(int(self.budget.room(store).min()), 0)
+        self._plan_trim(int(self._rooms().min()))
 
     def _assign_tiers(self) -> None:
         """Assigns tiers to what a prompt left in all layers, once the last one has seen it: shares are final then.
@@ -323,9 +240,13 @@ class TierEvictor(Eviction):
         groups: dict[tuple[object, ...], list[TierEvictor]] = {}
         for member in members:
             if member.provisional is not None and member.scores is not None:
-                groups.setdefault(member.kind, []).append(member)
-        for alike in groups.values():
-            _assign_together(alike)
+                state = member.layer.held().state
+                windows = tuple(window.shape[2] for window in state.windows)
+                sizes = state.batch, tuple(state.dims.values()), windows, used_blocks(state)
+                alike = state.device, state.dtype, sizes, member.policy, member.costs, member.newest
+                groups.setdefault(alike, []).append(member)
+        for together in groups.values():
+            _assign_together(together)
         for member in members:
             member.provisional = member.scores = None
             member.layer.bind()
@@ -343,7 +264,7 @@ class TierEvictor(Eviction):
 
 @outside_inference_mode
 def _assign_together(alike: Sequence[TierEvictor]) -> None:
-    """Assigns tiers in layers of one `kind`, which all have scores and rows whose tiers are not final."""
+    """Assigns tiers in layers that are alike, which all have scores and rows whose tiers are not final."""
     one, state = alike[0], joined([member.layer.held().state for member in alike])
     store, where = one.layer.held(), positions(state)
     order, over = token_order(state, where), torch.cat([x.provisional for x in alike if x.provisional is not None])
@@ -351,8 +272,18 @@ def _assign_together(alike: Sequence[TierEvictor]) -> None:
     # Layers where sealing waits for the next update may hold tokens that have no score yet.
     padded = [pad(x.scores, (0, state.longest), value=torch.inf) for x in alike if x.scores is not None]
     scores = torch.cat([x[:, : state.longest] for x in padded])
-    given = one.policy, one.budget.costs, one.newest, state, scores, share
-    target, _ = tier_targets(*given, over, over, where, order)
-    done, rows = requantized(state, store.layout, store.scheme, target, where), store.batch
+    target, _ = one.targets(state, scores, share, over, over, where, order)
+    done, count = requantized(state, store.layout, store.scheme, target, where), store.batch
     for i, member in enumerate(alike):
-        member.take_tiers(done, slice(i * rows, (i + 1) * rows))
+        # No token has moved.
+        if done is None:
+            member._plan_trim(int(member._rooms().min()))
+            continue
+        layer, store, rows = member.layer, member.layer.held(), slice(i * count, (i + 1) * count)
+        held, states = [each[rows] for each in done.held], done.rows[rows]
+        blocks = [pages_for(store.format, run, max(each)) for run, each in enumerate(held)]
+        own = part(done.state, rows.start, count, blocks)
+        store.adopt(own.replace(max(held[-1]), states=frozenset(states)))
+        layer.evicted = True
+        layer.edition += 1
+        member._plan_trim(min(member._room(row.length, few) for row, few in zip(states, held[0], strict=True)))

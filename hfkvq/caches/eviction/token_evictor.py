@@ -67,15 +67,12 @@ class TokenEvictor(Eviction):
 
     # A first prompt.
 
-    def cut_prompt(self) -> bool:
+    def _cut(self, seen: QueryWindow, keys: Tensor, values: Tensor) -> bool:
         """See `Eviction.cut_prompt`; the host waits for nothing."""
-        layer, seen = self.layer, self.pending
-        if seen is None or layer.staged is None or self._stuck or not self.may_be_cut(seen):
-            return False
-        given, (keys, values) = seen.arguments, layer.staged
-        choice = choose(
-            self.policy, *self.place, seen.query, keys, values, given, hold=layer.hold, padding=layer.padding
-        )
+        layer, given = self.layer, (seen.query, keys, values, seen.arguments)
+        choice = None
+        if not self._stuck:
+            choice = choose(self.policy, *self.place, *given, hold=layer.hold, padding=layer.padding)
         if choice is None:
             return False
         store_choice(layer, choice, self.policy.window)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hfkvq.kernels.pages import PageFormat, Side
+from hfkvq.kernels.pages import SIDES, PageFormat
 
 from .base import Entry, Layout, SideLayout, knob
 from .eviction import EvictionScheme
@@ -50,7 +51,6 @@ class Arkv(EvictionScheme):
             (ρ = 0).
         score: ranking of tokens: by "attention", or by "recency" (the newest stay; a baseline).
         low_bits: width of the low tier: 8 (fp8 e4m3, one scale per token) or 4 (INT4, one scale per 32 channels).
-        page_size: G, tokens per page.
     """
 
     name = "arkv"
@@ -111,34 +111,27 @@ class Arkv(EvictionScheme):
             return SideLayout((low, PageFormat(WHOLE, "token", 1, self.page_size)), self.window, SEAL_UNIT)
 
         layout = Layout(side(key_dim), side(value_dim))
-        whole = self.token_bytes(layout, key_dim, value_dim, 2)[1]
+        self.token_bytes(layout, key_dim, value_dim, 2)
+        return layout
+
+    def token_bytes(self, layout: Layout, key_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]:
+        """Bytes of one token of one KV head in few bits and whole: codes, scales and position.
+
+        ``itemsize`` is of the model's dtype. A budget in bytes without room for more than the window raises ValueError.
+        """
+        costs = [4, 4]
+        for i, pair in enumerate(layout.store.runs):
+            for fmt, side, dim in zip(pair, SIDES, (key_dim, value_dim), strict=True):
+                for shape, own in fmt.shapes(side, 1, dim).values():
+                    size = itemsize if own is None else own.itemsize
+                    costs[i] += size * math.prod(shape) // fmt.page_size
+        low, whole = costs
         if self.budget_bytes is not None and self.budget_bytes <= self.window * whole:
             raise ValueError(
                 f"budget_bytes: got {self.budget_bytes}, allowed more than {self.window * whole}, which the window of "
-                f"{self.window} tokens takes in each KV head in 16 bits; raise it, or lower window."
+                f"{self.window} tokens takes in each KV head in {8 * itemsize} bits; raise it, or lower window."
             )
-        return layout
-
-    @staticmethod
-    def token_bytes(layout: Layout, key_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]:
-        """Bytes of one token of one KV head in few bits and whole: codes, scales and position.
-
-        Args:
-            itemsize: bytes of an element of the model's dtype.
-        """
-        costs = []
-        for pair in layout.store.runs:
-            cost = 4
-            sides: tuple[tuple[PageFormat, Side, int], ...] = (
-                (pair[0], "keys", key_dim),
-                (pair[1], "values", value_dim),
-            )
-            for fmt, side, dim in sides:
-                for shape, own in fmt.shapes(side, 1, dim).values():
-                    size = itemsize if own is None else own.itemsize
-                    cost += size * torch.Size(shape).numel() // fmt.page_size
-            costs.append(cost)
-        return costs[0], costs[1]
+        return low, whole
 
     @property
     def rounds_keys(self) -> bool:
@@ -174,6 +167,11 @@ class Arkv(EvictionScheme):
             base = torch.minimum(room, past)
         step = (self.alpha * base.double()).floor().long()
         return torch.minimum(torch.where(prompt, room, step), torch.minimum(room, past))
+
+    def most_kept(self, past: int, costs: tuple[int, int]) -> int:
+        """Number of a prompt's older tokens that stay if all of them get few bits; arguments are those of `kept`."""
+        old = torch.tensor(past, dtype=torch.int64, device="cpu")
+        return int(self.kept(old, torch.zeros_like(old), costs, torch.ones_like(old, dtype=torch.bool)))
 
     def whole(self, kept: Tensor, share: Tensor) -> Tensor:
         """Number of kept tokens that stay whole: B_o = round(ρ b), half up: i64 (...,)."""

@@ -257,8 +257,8 @@ class Scheme:
     """Policy of bits for channels and tokens. Stateless: fields are knobs, state is passed in.
 
     A subclass registers itself under ``name``, and its ``presets`` under their names. It defines ``layout`` and at most
-    one of ``channel_rule``, ``channel_bits`` and ``token_bits``. The knobs ``fit``, ``fit_values`` and ``smooth_keys``
-    mean the same in every scheme that has them.
+    one of ``channel_rule``, ``channel_bits`` and ``token_bits``. Knobs that are described here mean the same in every
+    scheme that has them, unless it says otherwise.
 
     Attributes:
         name: of the scheme, and of the preset of its defaults; without one a class registers nothing.
@@ -266,6 +266,9 @@ class Scheme:
         latents: whether it is for latent attention alone: then keys are latents, and values rotary parts of keys.
         presets: what each preset is, by name, the scheme's own included: an `Entry`, or knobs alone.
         place: where lists and tables show its presets: low ones first.
+        sink_length: S, first tokens kept in full precision.
+        local_length: newest tokens kept in full precision.
+        page_size: G, tokens per page.
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the papers; 2,
             3 or 4 chooses those with the least sum of |error| to this power. Without a sink it adds loss, and so it
             does in saw-int4 without a rotation. Memory and decoding stay the same.

@@ -18,9 +18,6 @@ class Full(Scheme):
     Paper: none.
     Differs from the paper: not applicable.
     Differs from the released code: not applicable.
-
-    Attributes:
-        page_size: G, tokens per page.
     """
 
     name = "full"

@@ -35,11 +35,9 @@ class Kitty(Scheme):
         score: ranking of channels: mean |K| of the page ("k_abs", the paper's), mean |K| times mean |Q|
             of the queries seen since the last seal ("qk_abs"), the squared error that the channel would have at 2 bits
             ("error"), or that times the square of mean |Q| ("q_error").
-        sink_length: S, first tokens kept in full precision.
         local_length: R, newest values kept in full precision.
         key_local_length: newest keys kept in full precision, besides those waiting for a full page (0 in the paper:
             right after a page is sealed, only the sink's keys are in full precision).
-        page_size: G, tokens per page.
         group_size: tokens of a channel that share a key scale; None takes the page, as in the paper.
         value_bits: width of values, 1, 2 or 4 (2 in the paper); of 1 bit in trellis codes.
         value_unit: number of values sealed together; None takes the page, as in the paper's Figure 1 and its runtime; 1

@@ -34,8 +34,6 @@ class KVarN(Scheme):
         rotate: rotated sides, in blocks of up to 128 channels: "both", "keys", "values" or "none".
         rounds: number of times that rows and columns of a page are balanced in turn; the authors use 16.
         balance: rule by which a page is balanced: "error" for the least expected error, "deviation" as KVarN's authors.
-        sink_length: first tokens kept in full precision.
-        page_size: tokens per page.
     """
 
     name = "kvarn"

@@ -29,11 +29,6 @@ class Latent(Scheme):
         group_size: channels of a latent of 4 bits that share a scale; None for all of them.
         block: h, order of the Hadamard blocks by which latents of 4 bits are rotated, a power of two; 0 for none, None
             for the largest.
-        sink_length: first tokens kept in full precision.
-        local_length: newest tokens kept in full precision.
-        page_size: G, tokens per page.
-        fit: 0 takes scale and minimum of latents from the extremes of each group; 2, 3 or 4 those of the least sum of
-            |error| to this power.
     """
 
     name = "latent-4"

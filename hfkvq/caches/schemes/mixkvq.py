@@ -60,7 +60,6 @@ class MixKVQ(Scheme):
         most_int4: room at 4 bits, as a share of the channels.
         group_size: G, tokens (keys) or channels (values) that share a scale; values take the largest divisor of their
             head dim up to this.
-        sink_length: first tokens kept in full precision.
         page_size: R, tokens sealed together, and window over which queries are averaged; a multiple of G.
     """
 

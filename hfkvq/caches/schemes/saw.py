@@ -33,7 +33,6 @@ class SawInt4(Scheme):
         sink_length: first tokens kept in full precision (0 in the paper). Models attend to the first token more than to
             any other, and its key is like no other.
         local_length: newest tokens kept in full precision (0 in the paper).
-        page_size: G, tokens per page.
     """
 
     name = "saw-int4"

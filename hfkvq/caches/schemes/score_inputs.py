@@ -20,7 +20,6 @@ Kind = Literal["attention", "received", "queries", "keys", "values"]
 ELEMENTS = 1 << 24
 """Probabilities computed at a time: 64 MiB of f32."""
 
-
 LEAST = 1e-10
 """Constant that ARKV's released code adds to a probability before the logarithm."""
 
@@ -140,14 +139,10 @@ class Evidence:
         self._candidates, self._own, self._kinds, self._newest = candidates, own, kinds, newest
         self._query, self._real = query, real
         self.scaling, mask, self._softcap, sinks, *_ = arguments
-        heads, position, start, length, _ = candidates
-        self._position, self._start, self.length, self.columns = (
-            position[own],
-            start[own],
-            length[own],
-            position.shape[1],
-        )
-        rows = torch.arange(own.start, own.stop, device=length.device)
+        heads, position, *of_rows, _ = candidates
+        self._position, self.columns = position[own], position.shape[1]
+        self._start, self.length = (x[own] for x in of_rows)
+        rows = torch.arange(own.start, own.stop, device=position.device)
         self._row, self._head = rows // heads, rows % heads
         self._mask = mask if mask is None or mask.shape[1] == 1 else mask.unflatten(1, (heads, -1))
         # f32 (N, r).

@@ -60,7 +60,14 @@ def make_plan(
     new = room - layer.seen + layer.staged_length
     most = None if eviction is None else eviction.most_held(room)
     if most is not None:
-        blocks = _budget_blocks(store, layer, room, new, before, most)
+        # A trim is due as soon as a row holds more; steps of up to so many tokens may pass before.
+        page, slack = store.format.runs[0][0].page_size, 2 * MAX_STEP
+        blocks = tuple(-(-min(tokens + slack, room) // page) for tokens in most)
+        if layer.capacity is None:
+            # A budget that is not used up is not paid for.
+            blocks = _blocks_ahead(store, new, blocks[-1] * page, before)
+        elif any(view.table.shape[1] > count for view, count in zip(store.runs, blocks, strict=True)):
+            return None
     elif eviction is not None or len(store.runs) > 1:
         # Prompt-only eviction, or several runs: current pages, plus room for all remaining columns, which may all go to
         # the last run. At a fixed capacity narrow tokens have the room that prompts need.
@@ -71,8 +78,6 @@ def make_plan(
             max(-(-rest // keys.page_size), view.table.shape[1])
             for view, (keys, _) in zip(store.runs, store.format.runs, strict=True)
         )
-    if blocks is None:
-        return None
     if hold:
         store.reserve_tail(hold)
     for side in SIDES:
@@ -116,20 +121,6 @@ def sealing_rules(scheme: Scheme, layout: Layout, key_dim: int) -> tuple[str, st
     rule = scheme.step_rule(key_dim) if layout.keys.formats[-1].raised else None
     summed = "total" if "history" in needs else "sum"
     return rule or "", summed if "query" in needs else ""
-
-
-def _budget_blocks(
-    store: KVStore, layer: Any, room: int, new: int, before: StepPlan | None, budget: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    # A trim is due as soon as a row holds more; steps of up to so many tokens may pass before.
-    slack = 2 * MAX_STEP
-    page = store.format.runs[0][0].page_size
-    most = [-(-min(tokens + slack, room) // page) for tokens in budget]
-    if layer.capacity is None:
-        # A budget that is not used up is not paid for.
-        return _blocks_ahead(store, new, most[-1] * page, before)
-    have = [view.table.shape[1] for view in store.runs]
-    return None if any(a > b for a, b in zip(have, most, strict=True)) else tuple(most)
 
 
 def _blocks_ahead(store: KVStore, new: int, most: int, before: StepPlan | None, fixed: bool = False) -> tuple[int, ...]:
@@ -529,7 +520,8 @@ class StepBuffer(Part):
             return False
         if tokens > 1 and (arguments.mask is not None or not arguments.causal):
             return False
-        return self.eviction is None or self.eviction.lets_step_pass()
+        eviction = self.eviction
+        return eviction is None or (not eviction.asks_every_step and layer.seen < eviction.full_at)
 
     @exact
     def run(self, query: Tensor, arguments: AttentionArguments) -> Tensor | None:

@@ -124,13 +124,7 @@ class _Kind:
         layout = self.scheme.layout(self.key_dim, self.value_dim)
         if isinstance(self.scheme, Arkv):
             costs = self.scheme.token_bytes(layout, self.key_dim, self.value_dim, self.itemsize)
-            every = (
-                torch.tensor([come.prompt], dtype=torch.int64, device="cpu"),
-                torch.zeros(1, dtype=torch.float32, device="cpu"),
-                costs,
-                torch.ones(1, dtype=torch.bool, device="cpu"),
-            )
-            kept = int(self.scheme.kept(*every))
+            kept = self.scheme.most_kept(come.prompt, costs)
         elif self.scheme.budget_share is None:
             # Budgets of PyramidKV are the same from twice their mean on.
             kept = 2 * self.scheme.tokens
