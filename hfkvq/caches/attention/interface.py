@@ -184,17 +184,6 @@ def prompt_outside(
     return hfkvq_attention(module, query, key, value, mask, **more)
 
 
-def _is_step(buffer: StepBuffer, query: Tensor, arguments: AttentionArguments) -> bool:
-    """True if a recorded forward is a step: of one query, or up to 16 without a mask, once every row has tokens.
-
-    The first tokens of a row may be padding; and so may any of several, if there is a mask.
-    """
-    several = not buffer.trims and arguments.mask is None and query.shape[2] <= MAX_STEP
-    # With padding within rows, generate makes no masks outside the graph, which is when trims run.
-    unwatched = buffer.trims and buffer.sync.holes
-    return buffer.sync.ready and (query.shape[2] == 1 or several) and not unwatched
-
-
 def hfkvq_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -235,13 +224,18 @@ def hfkvq_attention(
     if isinstance(key, StepKV):
         # A step takes any mask that can be broadcast.
         arguments = (arguments.explicit(query, 1) if query.shape[2] <= MAX_STEP else arguments).biased()
-        if not _is_step(key.buffer, query, arguments):
+        # Steps have one query, or up to 16 without a mask, once every row has tokens: a row's first tokens may be
+        # padding, and so may any of several, if there is a mask. With padding within rows, generate makes no masks
+        # outside the graph, which is when trims run.
+        buffer, queries = key.buffer, query.shape[2]
+        few = queries == 1 or (not buffer.trims and arguments.mask is None and queries <= MAX_STEP)
+        if not few or not buffer.sync.ready or (buffer.trims and buffer.sync.holes):
             if is_captured():
                 raise RuntimeError(
                     "A CUDA graph cannot take this step: it is a prompt, or one whose mask hides new tokens."
                 )
             given = key.keys, key.values, attention_mask, kwargs | {"dropout": dropout, "scaling": scaling}
-            return prompt_outside(module, query, key.buffer, *given)  # pyright: ignore[reportCallIssue]
+            return prompt_outside(module, query, buffer, *given)  # pyright: ignore[reportCallIssue]
     latents = layer.latents
     asked, after = query, None
     if latents:
@@ -261,7 +255,7 @@ def hfkvq_attention(
         return found.transpose(1, 2)
 
     if isinstance(key, StepKV):
-        buffer, keys, (_, mask, softcap, sinks, *_) = key.buffer, key.keys, arguments
+        buffer, keys, mask = key.buffer, key.keys, arguments.mask
         assert buffer.tensor is not None, "initialized before"
         if buffer.queries is not None:
             buffer.queries.note(asked, keys.shape[2], arguments)

@@ -20,22 +20,18 @@ from ..layers.handle import LazyKV
 from ..steps.step_buffer import StepKV
 
 
-def expand_kv(module: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
-    """Replacement of a module's own expansion of latents: handles go on to the attention function."""
-    handed = isinstance(kv_nope, StepKV) or (isinstance(kv_nope, LazyKV) and kv_nope.hfkvq_layer.latents)
-    if handed and module.config._attn_implementation_internal == NAME:
-        return kv_nope, k_rot
-    return type(module).expand_kv(module, kv_nope, k_rot)
-
-
 class _Expansion:
-    """`expand_kv` of a module; copies and pickles of the module have that of its class."""
+    """`expand_kv` of a module, which passes handles on; copies and pickles of the module have that of its class."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
     def __call__(self, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
-        return expand_kv(self._module, kv_nope, k_rot)
+        module = self._module
+        handed = isinstance(kv_nope, StepKV) or (isinstance(kv_nope, LazyKV) and kv_nope.hfkvq_layer.latents)
+        if handed and module.config._attn_implementation_internal == NAME:
+            return kv_nope, k_rot
+        return type(module).expand_kv(module, kv_nope, k_rot)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         """The class's own method: the module that is read has no other yet."""

@@ -90,7 +90,6 @@ class Choice(NamedTuple):
         columns: i64 (B*H, n), of the prompt, where these tokens stand.
         scores: f32 (B*H, n), of the same tokens.
         padding: rows that keep fewer than n tokens begin with padding; None where none does.
-        shorter: columns by which every row is shorter than the prompt: ``start`` is to be greater by so many.
         evicted: i32 (B,), tokens of each row that are gone.
         rows: what rows may be like: tokens given, and tokens that stay.
     """
@@ -100,7 +99,6 @@ class Choice(NamedTuple):
     columns: Tensor
     scores: Tensor
     padding: Padding | None
-    shorter: int
     evicted: Tensor
     rows: frozenset[tuple[int, int]]
 
@@ -175,7 +173,7 @@ def keep(
     index = columns.view(*keys.shape[:2], -1, 1)
     keys, values = (x.gather(2, index.expand(-1, -1, -1, x.shape[3])) for x in (keys, values))
     evicted = (length - room).int()
-    return Choice(keys, values, columns, scores.gather(1, rank), padding, tokens - most, evicted, rows)
+    return Choice(keys, values, columns, scores.gather(1, rank), padding, evicted, rows)
 
 
 def shared(scheme: EvictionScheme, scores: Tensor, heads: int) -> Tensor:
@@ -286,12 +284,8 @@ class Eviction(Part):
                 query = query.reshape(query.shape[0], -1, 1, query.shape[3])
             # The newest may be all that are shown.
             newest = min(self._real.shape[1], query.shape[2])
-            arguments = arguments.biased()
-            mask = arguments.mask
-            if mask is not None and mask.shape[2] > newest:
-                arguments = arguments._replace(mask=mask[:, :, -newest:])
             query = query[:, :, -newest:].detach()
-            self.pending = QueryWindow(query, self._real[:, -newest:], arguments, self._fresh)
+            self.pending = QueryWindow(query, self._real[:, -newest:], arguments.biased(), self._fresh)
         self._real = self._fresh = None
 
     def cut_prompt(self) -> bool:
@@ -393,6 +387,8 @@ def store_choice(layer: Any, choice: Choice, window: int, keeps_columns: bool = 
         # Newer tokens have their columns still.
         settled, evicted = layer.seen - max(window, layer.hold), choice.evicted
         columns = choice.columns if keeps_columns else None
-        store.note_evicted(choice.shorter, evicted.repeat_interleave(store.fold), settled, columns)
+        # Columns by which every row is shorter than the prompt.
+        shorter = before[0][0].shape[2] - choice.keys.shape[2]
+        store.note_evicted(shorter, evicted.repeat_interleave(store.fold), settled, columns)
         layer.evicted = True
         layer.edition += 1

@@ -126,11 +126,8 @@ def cut_prompt(layer: Any, scheme: SnapKV, query: Tensor, arguments: AttentionAr
         )
     # A first prompt waits until its attention is done.
     keys, values = layer.staged
-    arguments = arguments.biased()
-    if arguments.mask is not None and arguments.mask.shape[2] > scheme.window:
-        arguments = arguments._replace(mask=arguments.mask[:, :, -scheme.window :])
-    newest = query[:, :, -scheme.window :]
-    choice = choose(scheme, 0, 1, newest, keys, values, arguments, hold=layer.hold, padding=layer.padding)
+    given = query[:, :, -scheme.window :], keys, values, arguments.biased()
+    choice = choose(scheme, 0, 1, *given, hold=layer.hold, padding=layer.padding)
     # Without a choice, rows are so much shorter than the prompt that all of them fit.
     if choice is not None:
         store_choice(layer, choice, scheme.window)

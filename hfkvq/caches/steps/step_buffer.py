@@ -413,14 +413,12 @@ class StepBuffer(Part):
         """Counters that the host reads after steps that it has not counted: i32, flat."""
         self.open = True
         self.close()
-        state = self.state
-        assert state is not None, "asked of layers that have one"
+        state = self.allocation.state
         return [state.counters.flatten(), state.flag]
 
     def learn(self, numbers: list[int]) -> bool:
         """Takes the answer; whether tokens were lost."""
-        layer, state = self.layer, self.state
-        assert state is not None, "asked of layers that have one"
+        layer, state = self.layer, self.allocation.state
         store = layer.held()
         *counters, flag = numbers
         rows = [counters[i * store.batch : (i + 1) * store.batch] for i in range(len(counters) // store.batch)]
@@ -477,9 +475,8 @@ class StepBuffer(Part):
 
     def seen_on_device(self) -> Tensor:
         """Logical tokens seen, on the device: i64 (1,). Stock static layers have a number without axes there."""
-        assert self.tensor is not None
-        assert self.plan is not None
-        return seen(self.tensor, self.plan.rows)
+        tensor, _, _, plan = self.allocation
+        return seen(tensor, plan.rows)
 
     def length(self, seen: int) -> Any:
         """Tokens seen, ``seen`` of which the layer knows; on the device where the host does not know all."""
@@ -531,10 +528,8 @@ class StepBuffer(Part):
         """
         if not self.takes(query.shape[2], arguments):
             return None
-        layer = self.layer
-        store, state, plan = layer.held(), self.state, self.plan
-        assert state is not None
-        assert plan is not None
+        layer, (_, _, state, plan) = self.layer, self.allocation
+        store = layer.held()
         query, keys, values = layer.smoothed_step(query)
         then, self.open = store.forecast(keys.shape[2], layer.hold), True
         try:
