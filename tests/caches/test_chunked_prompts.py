@@ -11,6 +11,7 @@ from hfkvq.caches.attention import interface
 from hfkvq.caches.attention.interface import hfkvq_attention
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.serving.pages import prompt_attention
 from tests.caches.driver import DIM, HEADS, SHARE, Module, attention, small
 
 SCALING = 0.2
@@ -103,8 +104,13 @@ def test_a_bias_is_not_all_that_hides():
     assert (made == 0).all()
 
 
-def test_without_a_gpu_there_is_a_mask():
-    assert not interface.flash_takes(*given())
+def test_a_served_prompt_without_a_gpu_is_capped():
+    query, keys, values = given(batch=1)
+    assert not interface.flash_takes(query, keys, values)
+    caps = (AttentionArguments(SCALING, softcap=cap) for cap in (0.0, 1e6, 0.1))
+    none, wide, narrow = (prompt_attention(Gemma2(), query, keys, values, cap) for cap in caps)
+    torch.testing.assert_close(wide, none)
+    assert (narrow - none).abs().max() > 0.01
 
 
 @pytest.mark.gpu

@@ -196,14 +196,10 @@ class TestEvidence:
 
 def test_prompts_within_their_budget_are_left_alone():
     """Nothing is computed for them; nor where padding stands among tokens, which takes the general way."""
-    scheme = SnapKV(budget_tokens=20, window=4)
-    assert choose(scheme, 0, 2, QUERIES, KEYS, VALUES, AttentionArguments(1.0)) is None
-    none = torch.zeros(1, dtype=torch.int32)
-    holes = Padding(none, frozenset({0}), torch.arange(TOKENS)[None])
-    assert (
-        choose(SnapKV(budget_tokens=9, window=4), 0, 2, QUERIES, KEYS, VALUES, AttentionArguments(1.0), padding=holes)
-        is None
-    )
+    given = 0, 2, QUERIES, KEYS, VALUES, AttentionArguments(1.0)
+    assert choose(SnapKV(budget_tokens=20, window=4), *given) is None
+    holes = Padding(torch.zeros(1, dtype=torch.int32), frozenset({0}), torch.arange(TOKENS)[None])
+    assert choose(SnapKV(budget_tokens=9, window=4), *given, padding=holes) is None
 
 
 def test_what_is_held_for_rollback_stays():
