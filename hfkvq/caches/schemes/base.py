@@ -479,7 +479,7 @@ def get_scheme(name: str | Scheme | Mapping[str, Any], **knobs: Any) -> Scheme:
         if not isinstance(name.get("scheme"), str):
             raise ValueError(f"scheme: got {name.get('scheme')!r} under 'scheme', allowed a name; see list_schemes().")
         described = dict(name)
-        name, knobs = described.pop("scheme"), described | knobs
+        return get_scheme(described.pop("scheme"), **(described | knobs))
     if isinstance(name, Scheme):
         cls, base = type(name), {own.name: getattr(name, own.name) for own in fields(name)}
     else:
