@@ -10,9 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -25,6 +24,7 @@ from hfkvq.terminal import (
     JsonFile,
     Model,
     ModelDType,
+    dtype_of,
     duration,
     fail,
     input_file,
@@ -90,7 +90,7 @@ def doctor(
     device: Device = "auto",
     dtype: Annotated[
         DType, typer.Option(help="auto: float32 on a CPU; on a GPU bfloat16 for GGUF files, else the checkpoint's.")
-    ] = DType.auto,
+    ] = "auto",
     json_file: JsonFile = None,
 ) -> None:
     """Tell which presets are safe, lossy or unsafe on a model, why, and what to take instead.
@@ -101,11 +101,11 @@ def doctor(
     from hfkvq.measure.doctor import examine_named, print_record
 
     where = pick_device(device)
-    kind = DType.float32 if dtype is DType.auto and where.type == "cpu" else dtype
+    kind = "float32" if dtype == "auto" and where.type == "cpu" else dtype
     words = "nothing is saved, and the same command starts over; fewer --presets take less time."
     with stoppable(words), progress_bar() as show:
         record = examine_named(
-            model, split(presets), text, where, kind.of_torch, lambda what, share: show(f"{what:<17}", share)
+            model, split(presets), text, where, dtype_of(kind), lambda what, share: show(f"{what:<17}", share)
         )
     console = make_console()
     print_record(console, record)
@@ -149,7 +149,7 @@ def fit(
             help=r"Presets or preset files, comma-separated; bf16: the stock cache. \[default: the main ones]"
         ),
     ] = None,
-    dtype: CacheDType = DType.auto,
+    dtype: CacheDType = "auto",
     overhead: Overhead = "1GiB",
     beyond: Beyond = False,
     as_json: AsJson = False,
@@ -165,7 +165,7 @@ def fit(
         generated=generated,
         prefill_chunk=prefill_chunk,
         schemes=schemes,
-        dtype=dtype.of_torch,
+        dtype=dtype_of(dtype),
         overhead=overhead,
         beyond=beyond,
     )
@@ -211,7 +211,7 @@ def recommend(
     prefill_chunk: Annotated[int, tokens_option("As in hfkvq fit: tokens per chunk of the prompt.", 0)] = 2048,
     overhead: Overhead = "1GiB",
     beyond: Beyond = False,
-    dtype: CacheDType = DType.auto,
+    dtype: CacheDType = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -220,13 +220,10 @@ def recommend(
     Bytes are computed from the model's config. The loss is SmolLM2's, from figures in the package; with --text it is
     measured on your model and text.
     """
-    from hfkvq.measure.divergence.windows import read_file
     from hfkvq.tuning.fit import recommend
     from hfkvq.tuning.fit.compute import compute
 
     where = pick_device(device)
-    for path in text or ():
-        read_file(path, "text")
     done = compute(
         model,
         gpu_memory,
@@ -234,7 +231,7 @@ def recommend(
         batch=users or 1,
         prefill_chunk=prefill_chunk,
         schemes=schemes,
-        dtype=dtype.of_torch,
+        dtype=dtype_of(dtype),
         overhead=overhead,
         beyond=beyond,
         default=recommend.candidates(),
@@ -304,7 +301,7 @@ def _measure(
                 text=text,
                 windows=windows,
                 context=window,
-                dtype=dtype.of_torch,
+                dtype=dtype_of(dtype),
                 device=device,
                 command="recommend",
                 on_progress=tell,
@@ -371,7 +368,7 @@ def demo(
         typer.Option(min=2, help=r"Most tokens per answer. \[default: by task; 256 with --model]"),
     ] = None,
     device: Device = "auto",
-    dtype: ModelDType = DType.auto,
+    dtype: ModelDType = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the questions.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -397,7 +394,7 @@ def demo(
         seed=seed,
     )
     where = pick_device(device)
-    kind = dtype.of_torch
+    kind = dtype_of(dtype)
     subject = load(model, device=where, dtype=kind)
     if subject.reference and where.type == "cpu":
         # Its operations are so small that several threads gain little, and on a busy machine wait for each other.
@@ -416,13 +413,6 @@ def demo(
 CURRENT = "current"
 
 
-class WarmDType(str, Enum):
-    """Choices of --dtype."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
 @app.command()
 def warm(
     preset: Annotated[str, typer.Option(help="Presets or preset files (.json), comma-separated.")],
@@ -430,7 +420,7 @@ def warm(
         str | None,
         typer.Option(help=r"Model, as in other commands; only its config is read. \[default: the reference model]"),
     ] = None,
-    dtype: Annotated[WarmDType, typer.Option(help="Dtype of the model.")] = WarmDType.bfloat16,
+    dtype: Annotated[Literal["bfloat16", "float16"], typer.Option(help="Dtype of the model.")] = "bfloat16",
     gpu: Annotated[
         str, typer.Option(help="GPU to compile for: current, or e.g. sm_90, which need not be in this machine.")
     ] = CURRENT,
@@ -460,13 +450,13 @@ def warm(
         fail(f"model: the config of {source.name!r} names no head dim, so it is not known what to compile.")
     chosen = [scheme for name in names for scheme in get_preset(name).schemes]
     schemes = [scheme.in_layer(layer, 100) for scheme in chosen for layer in range(100)]
-    layers = layers_of(schemes, shapes, getattr(torch, dtype.value))
+    layers = layers_of(schemes, shapes, getattr(torch, dtype))
     if importlib.util.find_spec("triton") is None:
         fail("triton: it is not installed, so there is nothing to compile; pip install triton (Linux).")
     begun = time.perf_counter()
     device = torch.device("cuda", 0 if number is not None else torch.cuda.current_device())
     around = widths_of(config, shapes[0]) if shapes else None
-    done = compile_layers(layers, device, absent=number, around=around and (around, getattr(torch, dtype.value)))
+    done = compile_layers(layers, device, absent=number, around=around and (around, getattr(torch, dtype)))
     if not done:
         fail("warm: nothing was compiled: kernels are interpreted (TRITON_INTERPRET=1), or the GPU is AMD's.")
     errors = [f"{name} does not compile: {error}" for name, error in done if error]
@@ -495,7 +485,7 @@ def watch(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 256,
     device: Device = "auto",
-    dtype: ModelDType = DType.auto,
+    dtype: ModelDType = "auto",
 ) -> None:
     """Show users, tokens, bytes and bits by layer of a cache while a model answers, or of a server while it runs."""
     from hfkvq.measure.watching import watch as look_on
@@ -517,7 +507,7 @@ def watch(
 
     logging.disable_progress_bar()
     source, chosen, where = find_model(model), get_preset(preset), pick_device(device)
-    loaded = load_model(source, where, dtype.of_torch)
+    loaded = load_model(source, where, dtype_of(dtype))
     tokenizer: Any = load_tokenizer(source)
     turns: list[dict[str, str]] = []
     with stoppable("the chat is not kept."), hfkvq.use(loaded, chosen) as used:
@@ -571,7 +561,7 @@ def kld(
     ] = 16,
     windows: Annotated[int, typer.Option(min=1, help="Largest number of windows.")] = 16,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows run together.")] = 1,
-    dtype: ModelDType = DType.auto,
+    dtype: ModelDType = "auto",
     device: Device = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap and of the reference model's text.")] = 0,
     json_file: JsonFile = None,
@@ -584,7 +574,6 @@ def kld(
 
     stopped = False
     try:
-        run.check_prompt(context, prefill)
         chosen = naming.parse_measured(split(schemes))
         with progress_bar() as show:
             record = run.measure_text(
@@ -599,7 +588,7 @@ def kld(
                 chunk=chunk,
                 windows=windows,
                 batch_size=batch_size,
-                dtype=dtype.of_torch,
+                dtype=dtype_of(dtype),
                 device=pick_device(device),
                 seed=seed,
                 on_progress=lambda name, share: show(f"{name:<13}", share),
@@ -645,7 +634,9 @@ def parse_ranges(texts: Sequence[str]) -> dict[str, Any]:
 def tune(
     scheme: Annotated[str, typer.Argument(help="Preset, also with fixed options: arkv:budget_tokens=512.")],
     model: Model = None,
-    objective: Annotated[str, typer.Option(help="kld (on text) or tasks (lm-eval's, with --tasks).")] = "kld",
+    objective: Annotated[
+        Literal["kld", "tasks"], typer.Option(help="kld (on text) or tasks (lm-eval's, with --tasks).")
+    ] = "kld",
     tasks: Annotated[str | None, typer.Option(help="Tasks for --objective tasks.")] = None,
     samples: Annotated[
         int, typer.Option(min=2, help="Windows of text, or documents of each task, that the search sees.")
@@ -672,8 +663,8 @@ def tune(
         ),
     ] = 0.99,
     cost: Annotated[
-        str,
-        typer.Option(help="total_bits, cache_bytes or key_bits (mean width of key channels, MixKVQ's effective bits)."),
+        Literal["total_bits", "cache_bytes", "key_bits"],
+        typer.Option(help="key_bits: mean width of key channels, MixKVQ's effective bits."),
     ] = "total_bits",
     max_total_bits: Annotated[float | None, number_option("Limit on bits per element, every byte counted.")] = None,
     max_key_bits: Annotated[float | None, number_option("Limit on the keys' mean width (MixKVQ, C.2).")] = None,
@@ -690,7 +681,7 @@ def tune(
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler and of the reference model's text.")] = 0,
     device: Device = "auto",
-    dtype: ModelDType = DType.auto,
+    dtype: ModelDType = "auto",
     out: Annotated[Path | None, output_file("Write the recommended preset to this file.")] = None,
 ) -> None:
     """Search a scheme's options for your model: the best cache at each cost, and the best within a limit.
@@ -735,21 +726,12 @@ def tune(
             cost=cost,
             seed=seed,
             device=pick_device(device),
-            dtype=dtype.value,
+            dtype=dtype,
             coverage=coverage,
             space=ranges,
             storage=kept,
         )
-        study = search.run(
-            plan,
-            tell,
-            name,
-            trials=trials,
-            space=ranges,
-            limits=limits,
-            storage=kept,
-            seed=seed,
-        )
+        study = search.run(plan, tell, name, trials=trials, space=ranges, limits=limits, storage=kept, seed=seed)
         if search_only:
             return
         study.confirm(plan.held_out, limits=limits)
@@ -768,13 +750,6 @@ DEFAULT = "best-4.3"
 
 VLLM_REQUESTS = 256
 """Requests at a time in vLLM, where the user does not say: its own default has too many for windows in 16 bits."""
-
-
-class Engine(str, Enum):
-    """Choices of --engine."""
-
-    transformers = "transformers"
-    vllm = "vllm"
 
 
 @app.command()
@@ -813,14 +788,16 @@ def serve(
         float | None, number_option("Share of the GPU's free memory for the cache.", low=0.01, high=1)
     ] = None,
     device: Device = "auto",
-    dtype: ModelDType = DType.auto,
-    engine: Annotated[Engine, typer.Option(help="Transformers' own server, or vLLM's (0.25).")] = Engine.transformers,
+    dtype: ModelDType = "auto",
+    engine: Annotated[
+        Literal["transformers", "vllm"], typer.Option(help="Transformers' own server, or vLLM's (0.25).")
+    ] = "transformers",
 ) -> None:
     """Serve a model with an OpenAI-compatible API, streaming, continuous batching and a compressed cache.
 
     Clients use the model's name as given here. GET /metrics reports users, tokens, bytes and bits.
     """
-    if engine is Engine.vllm:
+    if engine == "vllm":
         refused = {
             "--memory": memory,
             "--num-blocks": num_blocks,
@@ -847,7 +824,7 @@ def serve(
             "port": port,
             "max-num-seqs": VLLM_REQUESTS if max_requests is None else max_requests,
             "max-num-batched-tokens": max_batch_tokens,
-            "dtype": dtype.value,
+            "dtype": dtype,
             "served-model-name": model or "reference",
             "attention-backend": "CUSTOM",
             "kv-cache-dtype": DTYPE,
@@ -865,7 +842,7 @@ def serve(
     from hfkvq.measure.models import find_model
 
     where = pick_device(device)
-    kind = dtype.of_torch
+    kind = dtype_of(dtype)
     found, preset = find_model(model), get_preset(DEFAULT if scheme is None else scheme)
     if preset.layers:
         raise ValueError(f"scheme: got {scheme!r}, whose layers differ; allowed one scheme for all layers.")

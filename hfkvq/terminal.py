@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -130,68 +128,39 @@ def number_option(help: str, low: float | None = None, high: float | None = None
     return typer.Option(min=low, max=high, callback=check, help=help)
 
 
-def _each(check: Callable[[Path], None]) -> Callable[[Any], Any]:
-    def callback(value: Any) -> Any:
-        for path in value if isinstance(value, (list, tuple)) else () if value is None else (value,):
-            check(path)
-        return value
-
-    return callback
-
-
-def _readable(path: Path) -> None:
+def check_writable(path: Path | None) -> Path | None:
+    """Raises typer.BadParameter if a file could not be made in its folder; gives the path back."""
     try:
-        with path.open("rb") as file:
-            if not file.read(1):
-                raise typer.BadParameter(f"got {path}, which is empty; give the path of another file.")
+        if path is not None:
+            with tempfile.TemporaryFile(dir=path.absolute().parent):
+                pass
     except OSError as error:
-        reason = f"which cannot be read ({error.strerror}); give the path of another file."
+        reason = f"in a folder that cannot be written ({error.strerror}); choose another folder."
         raise typer.BadParameter(f"got {path}, {reason}") from None
-
-
-def check_writable(path: Path) -> None:
-    """Raises typer.BadParameter if a file could not be written there."""
-    folder = path.absolute().parent
-    if path.is_dir():
-        raise typer.BadParameter(f"got {path}, which is a folder; give the path of a file.")
-    if not folder.is_dir():
-        raise typer.BadParameter(f"got {path}, but the folder {path.parent} does not exist; make it first.")
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        if path.is_file() and not os.access(path, os.W_OK):
-            raise PermissionError(None, "the file is write-protected")
-    except OSError as error:
-        reason = f"which cannot be written ({error.strerror}); choose another folder."
-        raise typer.BadParameter(f"got {path}, {reason}") from None
+    return path
 
 
 def input_file(help: str, *names: str, argument: bool = False) -> Any:
-    """An option, or an argument, of a file or files that are read; others are refused before anything slow."""
+    """An option, or an argument, of a file or files that are read; missing ones are refused before anything slow."""
     if argument:
-        return typer.Argument(callback=_each(lambda path: _readable(path)), help=help)
-    return typer.Option(*names, metavar="FILE", callback=_each(lambda path: _readable(path)), help=help)
+        return typer.Argument(exists=True, dir_okay=False, readable=True, help=help)
+    return typer.Option(*names, metavar="FILE", exists=True, dir_okay=False, readable=True, help=help)
 
 
 def output_file(help: str, *names: str) -> Any:
     """An option of a file that is written; refused before anything slow where it could not be."""
-    return typer.Option(*names, metavar="FILE", callback=_each(lambda path: check_writable(path)), help=help)
+    return typer.Option(*names, metavar="FILE", dir_okay=False, writable=True, callback=check_writable, help=help)
 
 
-class DType(str, Enum):
-    """Choices of --dtype."""
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+"""Choices of --dtype."""
 
-    auto = "auto"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
 
-    @property
-    def of_torch(self) -> torch.dtype | None:
-        """PyTorch's dtype; None for auto."""
-        import torch
+def dtype_of(name: DType) -> torch.dtype | None:
+    """PyTorch's dtype of a name; None for auto."""
+    import torch
 
-        return None if self is DType.auto else getattr(torch, self.value)
+    return None if name == "auto" else getattr(torch, name)
 
 
 _MODELS = "a folder, a GGUF file, a name on the Hub, or smollm2."
