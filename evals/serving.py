@@ -45,6 +45,7 @@ from evals.shapes import build, get_config
 from hfkvq import serving
 from hfkvq.measure.records import commit, device_name, now, versions
 from hfkvq.measure.tables import markdown_table
+from hfkvq.serving.engine import windowed
 
 RESULTS = Path(__file__).parent / "results"
 ALL = 160
@@ -223,7 +224,7 @@ def engine(model: Any, scheme: str, kinds: list[Kind], users: int, args: argpars
     else:
         own = contextlib.nullcontext() if stock else serving.enable(model, scheme, request_tokens=typical)
     with own as handle:
-        if handle is not None and not handle.windowed:
+        if handle is not None and not windowed(model.config, handle.rungs[0]):
             settings.max_requests_per_batch = users
         with model.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=settings

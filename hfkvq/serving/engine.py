@@ -6,9 +6,8 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -63,10 +62,10 @@ def schemes_of(config: PreTrainedConfig, scheme: Scheme) -> tuple[Scheme, ...]:
     return tuple(scheme.in_layer(layer, layers).shared for layer in range(layers))
 
 
-def windowed(config: PreTrainedConfig, schemes: tuple[Scheme, ...]) -> bool:
-    """True if requests of a model have windows beside their blocks."""
+def windowed(config: PreTrainedConfig, scheme: Scheme) -> bool:
+    """True if requests of a model have windows beside their blocks, so that there are as many requests as windows."""
     shape = attention_shape(config)
-    return shape is not None and any(scheme.layout(shape[2], shape[2]).windowed for scheme in schemes)
+    return shape is not None and any(own.layout(shape[2], shape[2]).windowed for own in schemes_of(config, scheme))
 
 
 def check(config: PreTrainedConfig, scheme: Scheme) -> None:
@@ -213,6 +212,7 @@ class CompressedManager(ContinuousBatchingManager):
         if config.max_requests_per_batch is None:
             config.max_requests_per_batch = requests
         self.rungs = tuple(schemes_of(given["model"].config, scheme) for scheme in rungs)
+        self.windowed = windowed(given["model"].config, rungs[0])
         self.asked = config.max_requests_per_batch
         page = rungs[0].layout(64, 64).store.runs[0][0].page_size
         if memory is not None:
@@ -235,11 +235,6 @@ class CompressedManager(ContinuousBatchingManager):
         own.max_blocks_per_request = blocks + 1 if blocks and self.windowed else blocks
         steps = graphs[1] if isinstance(graphs, tuple) else graphs
         own.use_cuda_graph = (False, steps is not False and cuda)
-
-    @property
-    def windowed(self) -> bool:
-        """True if requests have windows beside their blocks."""
-        return windowed(self.model.config, self.rungs[0])
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Sets our attention, and remembers what to set back."""
@@ -416,7 +411,7 @@ class Usage(NamedTuple):
     bits: float
 
 
-class Serving:
+class Serving(AbstractContextManager["Serving"]):
     """A model whose `generate_batch` and `init_continuous_batching` hold compressed pages, until `disable`.
 
     Another one of the same model takes its place, for good.
@@ -457,18 +452,8 @@ class Serving:
             self.model.set_attn_implementation(manager._original_attn_impl)
             manager._original_attn_impl = None
 
-    def __enter__(self) -> Serving:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.disable()
-
-    @property
-    def windowed(self) -> bool:
-        """True if requests have windows beside their blocks, so that there are as many requests as windows."""
-        return windowed(self.model.config, schemes_of(self.model.config, self.rungs[0]))
 
     def usage(self) -> Usage:
         """Memory of the engine now; 0 of everything before it runs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from hfkvq.bounded import parse_json
 
@@ -22,9 +22,8 @@ class RefusedRequest(ValueError):
     """
 
     def __init__(self, field: str, words: str) -> None:
-        # An answer in JSON cannot hold halves of surrogate pairs.
-        super().__init__(f"{field}: {words}".encode("utf-8", "backslashreplace").decode("utf-8"))
-        self.field = field.encode("utf-8", "backslashreplace").decode("utf-8")
+        super().__init__(f"{field}: {words}")
+        self.field = field
 
 
 def _short(value: Any) -> str:
@@ -75,7 +74,7 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _refuse(name: str, value: Any) -> None:
+def _refuse(name: str, value: Any) -> NoReturn:
     raise RefusedRequest(name, f"got {_short(value)}, which hfkvq serve does not obey; leave it out.")
 
 
@@ -300,7 +299,7 @@ def check(endpoint: str, body: dict[str, Any], model: str) -> None:
             continue
         rule = FIELDS.get(name, (None,) * 3)[at]
         if rule is None:
-            raise RefusedRequest(name, f"got {_short(value)}, which hfkvq serve does not obey; leave it out.")
+            _refuse(name, value)
         try:
             # No tokenizer takes halves of surrogate pairs.
             json.dumps(value, ensure_ascii=False).encode("utf-8")

@@ -319,7 +319,8 @@ class CompressedPages(FullAttentionCacheAllocator):
         Returns:
             (1, n, Hq, D).
         """
-        layer, arguments = module.layer_idx, arguments_of(scaling, given)
+        layer = module.layer_idx
+        arguments = AttentionArguments(scaling, softcap=given.get("softcap") or 0.0, sinks=given.get("s_aux"))
         if layer == self.layer_indices[0]:
             if given["block_table"] is not None:
                 # Every request has one token; nothing is asked of the host, so that a graph can hold it.
@@ -482,8 +483,17 @@ class CompressedPages(FullAttentionCacheAllocator):
         return out
 
     def _store_first(self, layer: int, query: Tensor, key: Tensor, value: Tensor, first: FirstPrompts) -> None:
-        """Stores the first tokens of requests."""
-        mean = self._observe_first(layer, query, first) if "query" in self._scheme_of[layer].needs else None
+        """Stores the first tokens of requests, and starts the statistics with their first queries."""
+        needs, mean = self._scheme_of[layer].needs, None
+        if "query" in needs:
+            sums, counts = self._sums[layer]
+            # Sums of few bits each: exact in f64.
+            found = [query[0, :, own].abs().sum(1, dtype=torch.float64) for own in (*first.own, *first.left)]
+            total, left = torch.stack(found).unflatten(1, (self.num_key_value_heads, -1)).mean(2).chunk(2)
+            # Queries of sealed tokens count on only where all do.
+            kept = 0 if "history" in needs else 1
+            sums[first.slot], counts[:, first.slot] = (total, left)[kept], first.counts[kept].expand(len(counts), -1)
+            mean = (total / first.counts[0, :, None, None]).float()
         count, windows = len(first.own), self._windows[layer]
         # Rows of these windows give the store their shape; what it makes instead goes to the requests' slots.
         shapes = [window[:1].expand(count, -1, -1, -1) for window in windows]
@@ -492,17 +502,6 @@ class CompressedPages(FullAttentionCacheAllocator):
         store.extend_ragged(key, value, first.rows, mean)
         for window, new in zip(windows, store.windows, strict=True):
             window[first.slot] = new
-
-    def _observe_first(self, layer: int, query: Tensor, first: FirstPrompts) -> Tensor:
-        """Starts the statistics of requests with their first queries; means, f32 (P, H, D), of all of these."""
-        needs, (sums, counts) = self._scheme_of[layer].needs, self._sums[layer]
-        # Sums of few bits each: exact in f64.
-        found = [query[0, :, own].abs().sum(1, dtype=torch.float64) for own in (*first.own, *first.left)]
-        total, left = torch.stack(found).unflatten(1, (self.num_key_value_heads, -1)).mean(2).chunk(2)
-        # Queries of sealed tokens count on only where all do.
-        kept = 0 if "history" in needs else 1
-        sums[first.slot], counts[:, first.slot] = (total, left)[kept], first.counts[kept].expand(len(counts), -1)
-        return (total / first.counts[0, :, None, None]).float()
 
     def _store(self, layer: int, table: Tensor, counters: Tensor, windows: Sequence[Tensor], row: RowState) -> KVStore:
         """Requests' windows and blocks of a layer as a store, whose rows are alike."""
@@ -516,11 +515,6 @@ class CompressedPages(FullAttentionCacheAllocator):
             StoreState(store.format, self.sizes, counters, counters[START], tuple(windows), runs, frozenset({row}))
         )
         return store
-
-
-def arguments_of(scaling: float, given: dict[str, Any]) -> AttentionArguments:
-    """Arguments of the engine's attention call, as kernels take them."""
-    return AttentionArguments(scaling, softcap=given.get("softcap") or 0.0, sinks=given.get("s_aux"))
 
 
 def prompt_attention(module: Any, query: Tensor, keys: Tensor, values: Tensor, arguments: AttentionArguments) -> Tensor:

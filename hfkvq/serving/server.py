@@ -490,11 +490,11 @@ class Server:
 def _error(status: int, message: str, field: str | None) -> Any:
     from fastapi.responses import JSONResponse
 
-    error = {"message": message, "type": "invalid_request_error", "param": field, "code": None}
+    # JSON cannot hold halves of surrogate pairs.
+    said = (text and text.encode("utf-8", "backslashreplace").decode("utf-8") for text in (message, field))
+    error = dict(zip(("message", "param"), said, strict=True)) | {"type": "invalid_request_error", "code": None}
     return JSONResponse({"error": error}, status_code=status)
 
 
 async def _refused(_: Any, error: Exception) -> Any:
-    field = getattr(error, "field", None)
-    message = str(error) if isinstance(error, ValueError) else f"body: {error}"
-    return _error(400, message.encode("utf-8", "backslashreplace").decode("utf-8"), field)
+    return _error(400, str(error) if isinstance(error, ValueError) else f"body: {error}", getattr(error, "field", None))

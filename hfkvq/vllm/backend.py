@@ -164,11 +164,6 @@ class Backend(AttentionBackend):
         return (num_blocks, -1)
 
     @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        """Channels of a head."""
-        return list(HEAD_SIZES)
-
-    @classmethod
     def supports_kv_connector(cls) -> bool:
         """False: connectors copy blocks, and a page's bytes do not lie together."""
         return False
@@ -249,7 +244,7 @@ class Metadata(AttentionMetadata):
                 past = (self.lengths[: self.decodes] - 1).clamp(min=0)
                 past = torch.cat([past, self.windows.rows.requests[1]])
                 sealed = self.windows.sealed
-            return self.slots.claim(self.table, self.lengths, self.decodes, past, sealed)
+            return kernels.claim(self.table, self.lengths, self.slots.tensors, PAGE, self.decodes, past, sealed)
 
         return self.once("claimed", make)
 
@@ -403,7 +398,7 @@ class Attention(AttentionImpl[Metadata]):
         if scheme.smooths_keys:
             ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
             rotated = bool(self._form.rotate_keys)
-            self._vectors = vectors_of_layer(name, self.num_kv_heads, rotated, *ranks)
+            self._vectors = vectors_of_layer(layer_number(name), self.num_kv_heads, rotated, *ranks)
         if not scheme.layout(self.head_size, self.head_size).windowed:
             return
         dtype, slots = self._config.model_config.dtype, self._config.scheduler_config.max_num_seqs
@@ -443,8 +438,7 @@ class Attention(AttentionImpl[Metadata]):
             kv_cache: u8, the layer's blocks.
             attn_metadata: of the batch; None when vLLM measures how much memory a call takes.
             output: (n, Hq, D) or (n, Hq D), written.
-            output_scale: never given.
-            output_block_scale: never given.
+            output_scale, output_block_scale: never given.
 
         Returns:
             ``output``.

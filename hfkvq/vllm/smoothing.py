@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 from typing import Any
 
 import torch
@@ -60,11 +59,10 @@ def save(model: Any, path: str) -> int:
     return len(vectors)
 
 
-def vectors_of_layer(name: str, heads: int, rotated: bool, rank: int = 0, ranks: int = 1) -> Tensor | None:
+def vectors_of_layer(layer: int, heads: int, rotated: bool, rank: int = 0, ranks: int = 1) -> Tensor | None:
     """The vectors f32 (3, H, D) for a layer of vLLM, on the device that is current; None where there is no file.
 
     Args:
-        name: of the layer, which has its number in it.
         heads: KV heads of this rank.
         rotated: whether keys are rotated.
         rank: of tensor parallelism.
@@ -73,15 +71,15 @@ def vectors_of_layer(name: str, heads: int, rotated: bool, rank: int = 0, ranks:
     Raises:
         ValueError: the file has no such layer, or not these heads.
     """
-    path, number = os.environ.get("HFKVQ_SMOOTHING"), re.findall(r"\.(\d+)\.", name)[0]
+    path = os.environ.get("HFKVQ_SMOOTHING")
     if not path:
-        if number == "0":
+        if not layer:
             logger.warning("keys are not smoothed, since HFKVQ_SMOOTHING names no file: see hfkvq.vllm.smoothing.")
         return None
     with safe_open(path, "pt") as file:
-        if number not in file.keys():  # noqa: SIM118
-            raise ValueError(f"HFKVQ_SMOOTHING: got {path}, which has no layer {number}; measure this model.")
-        found = file.get_tensor(number)[int(rotated)]
+        if str(layer) not in file.keys():  # noqa: SIM118
+            raise ValueError(f"HFKVQ_SMOOTHING: got {path}, which has no layer {layer}; measure this model.")
+        found = file.get_tensor(str(layer))[int(rotated)]
     total = found.shape[1]
     first = rank * heads if total >= ranks else rank * total // ranks
     if heads != max(1, total // ranks):

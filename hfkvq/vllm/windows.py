@@ -36,19 +36,13 @@ class Slots:
         device: of the engine's block tables.
 
     Attributes:
-        lost: i32 (1,), requests in the middle of a page whose slot was another's; see `check`.
+        tensors: as `kernels.claim` wants them. The last is i32 (1,): requests in the middle of a page whose slot was
+            another's; see `check`.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self.count, self._tensors = count, kernels.new_slots(count, device)
-        self.lost = self._tensors[-1]
+        self.count, self.tensors = count, kernels.new_slots(count, device)
         self._told = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-
-    def claim(
-        self, table: Tensor, lengths: Tensor, decodes: int, past: Tensor | None = None, sealed: Tensor | None = None
-    ) -> kernels.Claimed:
-        """Slots of requests, once a batch: see `kernels.claim`."""
-        return kernels.claim(table, lengths, self._tensors, PAGE, decodes, past, sealed)
 
     def check(self) -> None:
         """Raises RuntimeError if a request lost its slot in a batch before; asks the device without waiting for it."""
@@ -56,7 +50,7 @@ class Slots:
             raise RuntimeError(
                 "hfkvq: a request's newest tokens were lost, since more requests ran at a time than max_num_seqs."
             )
-        self._told.copy_(self.lost, non_blocking=True)
+        self._told.copy_(self.tensors[-1], non_blocking=True)
 
 
 class WindowPrompts(NamedTuple):
@@ -147,13 +141,10 @@ class PlacedPrompts(NamedTuple):
 
 
 class WindowPages(LayerPages):
-    """Pages of one layer that are sealed whole, and its slots.
+    """Pages of one layer that are sealed whole, and its slots: see `LayerPages`.
 
     Args:
         form: the layer's format, with a sink of `PAGE` tokens.
-        heads: KV heads.
-        head_dim: their channels.
-        data: u8, contiguous, for a whole number of pages.
         windows: keys and values (2 S + 2, H, `PAGE`, D): first pages of all slots, then pages that are being filled.
         rule: by which raised channels are chosen, or "".
         balance: of normed pages, for keys and values.
