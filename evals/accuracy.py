@@ -79,7 +79,7 @@ def _measure(settings: Settings, device: str, outliers: float | None, schemes: d
     if outliers is not None:
         name = f"{subject.name}, outliers x{outliers:g}"
         subject = replace(subject, name=name, model=with_outliers(subject.model, outliers))
-    return run_demo(subject, settings, None, schemes)
+    return run_demo(subject, settings, schemes=schemes)
 
 
 def measure(

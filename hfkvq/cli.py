@@ -797,6 +797,9 @@ def serve(
 
     Clients use the model's name as given here. GET /metrics reports users, tokens, bytes and bits.
     """
+    from hfkvq.caches.schemes.preset import get_preset
+    from hfkvq.measure.models import find_model
+
     if engine == "vllm":
         refused = {
             "--memory": memory,
@@ -814,7 +817,6 @@ def serve(
             fail("engine: vllm is not installed; pip install 'vllm==0.25.*', or leave out --engine.")
 
         from hfkvq.caches import get_scheme
-        from hfkvq.measure.models import find_model
         from hfkvq.vllm import DTYPE
 
         named = DEFAULT if scheme is None else scheme
@@ -837,10 +839,6 @@ def serve(
     for name, value in beside.items() if memory is not None else ():
         if value is not None:
             fail(f"--memory: got {memory} together with {name} {value}, allowed one of them; leave one out.")
-
-    from hfkvq.caches.schemes.preset import get_preset
-    from hfkvq.measure.models import find_model
-
     where = pick_device(device)
     kind = dtype_of(dtype)
     found, preset = find_model(model), get_preset(DEFAULT if scheme is None else scheme)

@@ -76,13 +76,7 @@ class Objective(Protocol):
 class TextKLD:
     """Mean KL divergence from the stock cache on windows of text: quick, and finer than any count of right answers.
 
-    Args:
-        model: in eval mode.
-        tokens: i64 (W, T), see `hfkvq.measure.divergence.measure`.
-        prefill: tokens of each window that are its prompt.
-        chunk: tokens fed at a time.
-        batch_size: windows run together.
-        tokenizer: for schemes that read roles.
+    Its arguments are those of `hfkvq.measure.divergence.measure`.
     """
 
     name = "KLD"

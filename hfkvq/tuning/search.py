@@ -15,7 +15,8 @@ from rich.table import Table
 
 from hfkvq.caches import Preset, get_preset, list_schemes
 from hfkvq.measure.divergence.intervals import check_scipy
-from hfkvq.measure.divergence.run import check_context, check_prompt, check_schemes, find_checkpoint
+from hfkvq.measure.divergence.measurement import check_prompt
+from hfkvq.measure.divergence.run import check_context, check_schemes, find_checkpoint
 from hfkvq.measure.divergence.windows import cut, find_texts
 from hfkvq.measure.models import load_model
 from hfkvq.measure.tables import new_table

@@ -161,12 +161,9 @@ class TuningStudy:
         return sorted(confirmed, key=lambda p: p.best_known.value, reverse=self.direction == "maximize")
 
     def pick(self, limits: Mapping[Cost, float] | None = None) -> Point:
-        """The best point under limits (the paper's rule for MixKVQ: the best accuracy under a ceiling of bits).
+        """The best point under limits, see `tune`: by the paper, MixKVQ's best accuracy under a ceiling of bits.
 
         Points that were confirmed on held-out samples are preferred to those that were not, and compared by these.
-
-        Args:
-            limits: most of a cost, by its name.
 
         Raises:
             ValueError: no point is under the limits; the message has the closest.
@@ -251,13 +248,12 @@ def space_of(scheme: Scheme, ranges: Mapping[str, Sequence[Any]] | None = None) 
 
 
 def _distribution(name: str, search: Sequence[Any], field: dataclasses.Field[Any]) -> BaseDistribution:
-    if isinstance(search, str) or not isinstance(search, Sequence) or not search:
-        raise ValueError(f"space: {name}: got {search!r}, allowed (low, high) or a list of choices.")
-    if not isinstance(search, tuple):
+    if isinstance(search, Sequence) and not isinstance(search, (str, tuple)) and search:
         return CategoricalDistribution(list(search))
-    if len(search) != 2 or not all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in search):
+    ends = search if isinstance(search, tuple) else ()
+    if len(ends) != 2 or not all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in ends):
         raise ValueError(f"space: {name}: got {search!r}, allowed (low, high) or a list of choices.")
-    low, high = search
+    low, high = ends
     if low > high:
         raise ValueError(f"space: {name}: got {low} to {high}, allowed low <= high.")
     if isinstance(field.default, int) and not isinstance(field.default, bool):

@@ -71,7 +71,7 @@ def choose_schemes(names: Sequence[str] = ()) -> dict[str, Scheme]:
 def run_demo(
     subject: Subject,
     settings: Settings,
-    on_progress: Callable[[str, str, float], Any] | None = None,
+    on_progress: Callable[[str, str, float], Any] = lambda cache, task, share: None,
     schemes: Mapping[str, Scheme] | None = None,
 ) -> Record:
     """Runs every cache on every task, one cache after the other.
@@ -105,8 +105,7 @@ def run_demo(
     total, done = sum(work) * len(caches), 0
 
     def tell(name: str, task: str = "") -> None:
-        if on_progress is not None:
-            on_progress(name, task, done / total)
+        on_progress(name, task, done / total)
 
     # Rows of each batch whose divergence is measured: until each task has so many positions, about.
     left, counts = dict.fromkeys(tasks, settings.kl_tokens), list[int]()

@@ -269,14 +269,20 @@ def _measured(
     return Measured(Perplexity(base.tensors(batches)[0], base.bill(batches)), tuple(found))
 
 
+def check_prompt(context: int, prefill: int) -> int:
+    """Tokens of a window's prompt, given back; ValueError if nothing would be left to score, or nothing before it."""
+    if not 2 <= prefill < context:
+        raise ValueError(
+            f"prefill: got {prefill}, allowed 2 to {context - 1}: windows have {context} tokens, and what follows the "
+            "prompt is scored."
+        )
+    return prefill
+
+
 def _check(model: Any, tokens: Tensor, prefill: int, chunk: int, batch_size: int) -> None:
     if tokens.dim() != 2 or tokens.is_floating_point() or not tokens.numel():
         raise ValueError(f"tokens: got {tokens.dtype} of {tuple(tokens.shape)}, allowed token ids (windows, context).")
-    if not 2 <= prefill < tokens.shape[1]:
-        raise ValueError(
-            f"prefill: got {prefill}, allowed 2 to {tokens.shape[1] - 1}: windows have {tokens.shape[1]} tokens, and "
-            "what follows the prompt is scored."
-        )
+    check_prompt(tokens.shape[1], prefill)
     for name, value in (("chunk", chunk), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name}: got {value}, allowed 1 or more.")
@@ -294,7 +300,7 @@ def measure(
     batch_size: int = 1,
     tokenizer: Any = None,
     keep_bytes: int = KEEP_BYTES,
-    on_progress: Callable[[str, float], Any] | None = None,
+    on_progress: Callable[[str, float], Any] = lambda name, share: None,
 ) -> Measured:
     """Compares schemes with `DynamicCache` on windows of tokens.
 
@@ -362,8 +368,7 @@ def measure(
             raise ValueError(f"schemes: {name} failed in its own package: {error}.") from error
 
     def tell(name: str) -> None:
-        if on_progress is not None:
-            on_progress(name, done / work)
+        on_progress(name, done / work)
 
     scored = tokens.shape[1] - prefill
     steps = [size for size in {min(chunk, scored), scored % chunk} if 0 < size <= MAX_STEP]

@@ -22,7 +22,7 @@ from ..models import Source, find_model, load_model, load_tokenizer, read_config
 from ..records import BASELINE, commit, device_name, finite, now, versions
 from ..tables import NOTHING, narrow_table, number, small_number
 from .intervals import CONFIDENCE, RESAMPLES, Interval, check_scipy, mean_interval
-from .measurement import Bill, Divergence, Measured, Stopped, measure
+from .measurement import Bill, Divergence, Measured, Stopped, check_prompt, measure
 from .naming import OtherCache
 from .windows import Text, Windows, cut, find_texts
 
@@ -72,20 +72,6 @@ def check_schemes(checkpoint: Checkpoint, schemes: dict[str, Preset | OtherCache
             Tagger.from_tokenizer(checkpoint.tokenizer)
 
 
-def check_prompt(context: int, prefill: int | None) -> int:
-    """Tokens of a prompt, half of the window by default.
-
-    Raises:
-        ValueError: nothing would be left to score, or nothing before it.
-    """
-    prompt = context // 2 if prefill is None else prefill
-    if not 2 <= prompt < context:
-        raise ValueError(
-            f"prefill: got {prompt}, allowed 2 to {context - 1}, fewer than --context: what follows is scored."
-        )
-    return prompt
-
-
 def measure_text(
     model: str | None,
     chosen: Mapping[str, Preset | OtherCache],
@@ -103,18 +89,12 @@ def measure_text(
     device: torch.device | None = None,
     seed: int = 0,
     command: str = "kld",
-    on_progress: Callable[[str, float], object] | None = None,
+    on_progress: Callable[[str, float], object] = lambda name, share: None,
 ) -> Record:
-    """Measures schemes on windows of texts; see `measure` and `find_texts`.
+    """Measures schemes on windows of texts; see `hfkvq.measure.models.find_model`, `find_texts`, `cut` and `measure`.
 
     Args:
-        model: see `hfkvq.measure.models.find_model`.
-        text: files; see `find_texts`.
-        context: tokens of a window.
-        prefill: of them, the prompt; None is half.
-        chunk: tokens fed at a time behind it.
-        windows: most windows.
-        batch_size: windows run together.
+        prefill: tokens of the prompt; None is half of a window.
         dtype: of the model; None is the checkpoint's.
         device: where to; None is the CPU.
         seed: of the bootstrap, and of the reference model's own text.
@@ -126,7 +106,7 @@ def measure_text(
     """
     where = torch.device("cpu") if device is None else device
     check_scipy(command)
-    prompt = check_prompt(context, prefill)
+    prompt = check_prompt(context, context // 2 if prefill is None else prefill)
     plan = find_checkpoint(model)
     texts: Sequence[Text] = find_texts(text, dataset, part, field, plan.source.reference, seed)
     check_context(plan, context)

@@ -82,11 +82,6 @@ class Outline:
         """The decoder's config."""
         return self.config.get_text_config(decoder=True)
 
-    @property
-    def positions(self) -> int | None:
-        """Tokens that the model has positions for, scaled ones included; None if it has no end."""
-        return positions_of(self.config)
-
     def stock_bytes(self, batch: int, tokens: int, itemsize: int, windows: bool = False) -> int:
         """Bytes of the layers that stay as Transformers makes them: windows, and states of linear attention.
 

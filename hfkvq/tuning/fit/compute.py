@@ -15,7 +15,7 @@ from hfkvq.caches.layers.memory import format_bytes
 from hfkvq.caches.schemes.base import get_scheme, latent_layout, list_schemes, listed
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.measure.models import find_model, read_config
-from hfkvq.measure.models.outline import Outline, checkpoint_bytes
+from hfkvq.measure.models.outline import Outline, checkpoint_bytes, positions_of
 from hfkvq.measure.presets import widest_first
 from hfkvq.measure.tables import new_table
 from hfkvq.sizes import parse_size
@@ -67,19 +67,13 @@ def compute(
     beyond: bool = False,
     default: Sequence[str] | None = None,
 ) -> Computed:
-    """Bytes of every cache, and the largest batch and context.
+    """Bytes of every cache, and the largest batch and context, by the options of `hfkvq fit`.
 
     Args:
-        model: see `find_model`; its config is all that is read.
-        gpu_memory: e.g. "24GiB".
         context: tokens of a row; None takes 32k, or all that the model has.
-        batch: rows.
-        generated: tokens of the context that are generated.
         prefill_chunk: tokens of a piece of the prompt; 0 is a prompt in one piece.
         schemes: names, with commas; None takes the stock cache, and those of ``default`` that can hold the heads.
         dtype: of weights and cache; None is the checkpoint's.
-        overhead: other bytes on the device.
-        beyond: allow a context longer than the model's positions.
         default: names, of which latents are offered those that attend to them as they are stored; None for a preset
             or two of each scheme.
 
@@ -96,7 +90,7 @@ def compute(
     memory = parse_size(gpu_memory, "gpu-memory")
     spare = 0 if overhead.strip() == "0" else parse_size(overhead, "overhead")
     found = outline_of(read_config(source))
-    room = found.positions
+    room = positions_of(found.config)
     tokens = min(32768, room or 32768) if context is None else context
     if room and tokens > room and not beyond:
         raise ValueError(

@@ -88,14 +88,6 @@ class Choice:
     reason: str
 
 
-def known_loss(name: str) -> Loss | None:
-    """Loss that was measured on SmolLM2."""
-    found = figure("loss", name)
-    if found is None:
-        return None
-    return Loss(found["perplexity_ratio"], None, found["kld"], tuple(found["kld_interval"]))
-
-
 def measured_losses(record: Record) -> dict[str, Loss]:
     """Losses in a record of `hfkvq kld`, by name."""
     found = {}
@@ -123,8 +115,10 @@ def make_rows(done: Computed, measured: dict[str, Loss] | None = None) -> list[R
             loss: Loss | None = Loss(1.0, None, 0.0, None)
         elif measured is not None:
             loss = measured.get(plan.name)
+        elif (known := figure("loss", plan.name)) is None or done.latents:
+            loss = None
         else:
-            loss = None if done.latents else known_loss(plan.name)
+            loss = Loss(known["perplexity_ratio"], None, known["kld"], tuple(known["kld_interval"]))
         found = None if done.latents else figure("steps", plan.name)
         rows.append(Row(plan, preset, bits, loss, found and found["ms"]))  # type: ignore[arg-type]
     return rows
