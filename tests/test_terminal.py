@@ -12,7 +12,7 @@ from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig
 import hfkvq
 from hfkvq.caches.compile import shapes_of, widths_of
 from hfkvq.measure import records
-from hfkvq.terminal import duration, progress_bar, stop, stoppable
+from hfkvq.terminal import duration, progress_bar, stoppable
 from tests.command import assert_refused, invoke
 
 
@@ -44,10 +44,6 @@ def test_stops(capsys):
         raise KeyboardInterrupt
     assert left.value.exit_code == 130
     assert capsys.readouterr().err == "Stopped: go on with --resume.\n"
-    with pytest.raises(typer.Exit):
-        stop("nothing.")
-    with stoppable("unused"):
-        pass
 
 
 def rows() -> dict[str, str]:

@@ -172,7 +172,6 @@ class TestKnownModels:
             assert weights_of(model, torch.bfloat16).total == 2 * parameters
             assert cache_bytes(config, None, 1) == kib * KIB
             assert cache_bytes(config, None, 131072, 3) == 3 * 131072 * kib * KIB
-        assert outline_of(LLAMA_31_8B).positions == 131072
 
 
 class TestUse:
@@ -181,11 +180,6 @@ class TestUse:
     )
     def test_sizes(self, text, count):
         assert parse_size(text) == count
-
-    @pytest.mark.parametrize("text", ["", "GiB", "24XB", "-1GiB", "0", "1e3", "24"])
-    def test_malformed_sizes(self, text):
-        with pytest.raises(ValueError, match="24GiB"):
-            parse_size(text)
 
     def test_stock_cache_is_dynamic_cache(self, tiny):
         cache = DynamicCache(config=TINY)
@@ -226,8 +220,6 @@ class TestCommand:
         assert_refused(run(*arguments), message)
 
     def test_a_config_that_is_no_decoder(self, tmp_path):
-        (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-        assert "encoder-decoder" in run("--model", str(tmp_path)).output
         (tmp_path / "config.json").write_text('{"model_type": "vit"}')
         assert "Error: model:" in run("--model", str(tmp_path)).output
 

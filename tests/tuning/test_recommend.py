@@ -11,10 +11,9 @@ from hfkvq.caches import get_preset
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.measure.divergence import run as divergence
 from hfkvq.measure.models.outline import outline
-from hfkvq.measure.presets import figure
 from hfkvq.tuning.fit.compute import presets_for
 from hfkvq.tuning.fit.model import Plan
-from hfkvq.tuning.fit.recommend import Loss, Row, candidates, choose, known_loss
+from hfkvq.tuning.fit.recommend import Loss, Row, candidates, choose
 from tests.command import assert_refused, flat, invoke
 
 run = partial(invoke, "recommend")
@@ -68,11 +67,6 @@ def test_candidates_keep_every_token_once():
     assert {DEFAULT_SCHEME, "kvarn", "kitty", "latent-4"} <= set(names)
     assert not {"full", "int4", "arkv", "snapkv", "triaxial"} & set(names)
     assert len({get_preset(name).scheme for name in names}) == len(names)
-
-
-def test_the_losses_that_ship():
-    assert known_loss("kitty-pro").kld == figure("loss", "kitty-pro")["kld"]
-    assert known_loss("kvarn-k4v4") is None
 
 
 class TestCommand:

@@ -219,10 +219,9 @@ def test_a_search_over_thresholds_has_a_trade_off(model, tokens, tmp_path):
     assert search().points()[0].preset == study.points()[0].preset
 
 
-def test_the_command(tmp_path, monkeypatch):
+def test_the_command(tmp_path, monkeypatch, small_model):
     # A room for each of the paper's pairs takes its time.
     monkeypatch.setattr("hfkvq.tuning.search.beside", lambda plan: {})
-    monkeypatch.setattr("hfkvq.tuning.search.load_model", lambda *given: first_layers(load_model(*given), 2))
     out = tmp_path / "mine.json"
     done = invoke(
         "tune", "mixkvq:select=thresholds:page_size=32:sink_length=4", "--space", "tau_bf16=0.3", "--trials", 1,

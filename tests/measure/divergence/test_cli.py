@@ -88,12 +88,11 @@ def test_ctrl_c(stand_in: Path, text: Path, tmp_path: Path, monkeypatch: pytest.
     assert (part["rows"], part["text"]) == (whole["rows"], whole["text"])
 
 
-def test_models_that_cannot_be_measured(encoder_decoder: Path, stand_in: Path, text: Path, tmp_path: Path) -> None:
+def test_models_that_cannot_be_measured(encoder_decoder: Path, stand_in: Path, text: Path) -> None:
     assert_refused(
         run("--model", str(encoder_decoder), "--text", str(text)),
         "is an encoder-decoder model; choose a decoder-only one",
     )
-    assert_refused(run("--model", str(tmp_path), "--text", str(text)), "cannot be loaded")
     # 48 does not divide heads of 64.
     done = run("--model", stand_in, "--text", text, "--context", 64, "--schemes", "kivi-2:group_size=48")
     assert_refused(done, "48")

@@ -293,17 +293,6 @@ def test_the_reference_models_own_text() -> None:
     assert next(reference_documents(seed=1)) not in first
 
 
-def test_schemes_with_knobs() -> None:
-    found = parse_measured(["kivi-2", "kitty:boost_ratio=0.2:sink_length=0", "kitty:rotate_values=true"])
-    assert list(found) == ["kivi-2", "kitty:boost_ratio=0.2:sink_length=0", "kitty:rotate_values=true"]
-    assert [preset.scheme for preset in found.values()] == [
-        get_scheme("kivi-2"),
-        get_scheme("kitty", boost_ratio=0.2, sink_length=0),
-        get_scheme("kitty", rotate_values=True),
-    ]
-    assert "full" in parse_measured([])
-
-
 def test_contains_the_mean_and_is_reproducible() -> None:
     random.seed(3)
     values = [random.gauss(2.0, 1.0) for _ in range(40)]
@@ -320,16 +309,6 @@ def test_without_spread_or_without_values() -> None:
     assert mean_interval([1.0]) is None
     assert mean_interval([]) is None
     assert mean_interval([1.0, math.inf]) is None
-
-
-def test_coverage() -> None:
-    """About 95 of 100 intervals hold the true mean."""
-    draw = random.Random(0)
-    held = 0
-    for _ in range(60):
-        low, high = mean_interval([draw.random() for _ in range(30)])
-        held += low <= 0.5 <= high
-    assert held >= 50
 
 
 def test_missing_scipy_names_the_extra(monkeypatch) -> None:
