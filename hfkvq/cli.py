@@ -303,7 +303,6 @@ def _measure(
                 context=window,
                 dtype=dtype_of(dtype),
                 device=device,
-                command="recommend",
                 on_progress=tell,
             )
     except KeyboardInterrupt as ctrl_c:

@@ -19,6 +19,7 @@ from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import register_model
 from lm_eval.models import huggingface
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import Cache
@@ -533,11 +534,6 @@ def _held(cache: Cache) -> int:
 
 def _padded(rows: Sequence[Sequence[int]], pad: int, side: str) -> tuple[Tensor, Tensor]:
     """Token ids and mask (B, T) of rows, padded on the "left" or "right"."""
-    longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), pad, dtype=torch.int64, device="cpu")
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        at = slice(longest - len(row), None) if side == "left" else slice(len(row))
-        ids[i, at] = torch.tensor(row, dtype=torch.int64, device="cpu")
-        mask[i, at] = 1
-    return ids, mask
+    tokens = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in rows]
+    mask = pad_sequence([torch.ones_like(row) for row in tokens], True, 0, side)
+    return pad_sequence(tokens, True, pad, side), mask

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -109,7 +110,7 @@ class TextKLD:
         means, bill = found.kld.double().mean(1).tolist(), found.bill
         low, high = mean_interval(means) or (None, None)
         return Score(
-            _mean(means),
+            fmean(means),
             bill.total_bits,
             finite(bill.code_bits),
             bill.held_bytes,
@@ -168,14 +169,10 @@ class LmEvalTasks:
         cost = results["config"]["kvq"]
         whole = [value for values in right.values() for value in values]
         low, high = mean_interval(whole) or (None, None)
-        value = _mean([_mean(values) for values in right.values()])
+        value = fmean([fmean(values) for values in right.values()])
         total, code = math.nan if cost["total_bits"] is None else cost["total_bits"], cost["code_bits"]
         spread = {"samples": len(whole), "low": low, "high": high}
         return Score(value, total, code, cost["peak_cache_bytes"], key_bits=cost["key_bits"], **spread)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _values(samples: Mapping[str, list[dict[str, Any]]], task: str, metric: str | None) -> list[float]:

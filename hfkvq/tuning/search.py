@@ -75,7 +75,7 @@ def make_plan(
     Raises:
         ValueError: arguments that are not allowed, or do not go together.
     """
-    check_scipy("tune")
+    check_scipy()
     preset = get_preset(scheme)
     if objective == "tasks" and not tasks:
         raise ValueError("tasks: got none; name lm-eval's tasks with --tasks, e.g. --tasks gsm8k.")
@@ -88,7 +88,7 @@ def make_plan(
     kind = None if dtype == "auto" else getattr(torch, dtype)
     checkpoint = find_checkpoint(model)
     check_schemes(checkpoint, {"": preset})
-    given = find_texts(text, None, "test", "text", False, seed) if text else None
+    texts = find_texts(text, dataset, "test", "text", checkpoint.source.reference, seed)
     about: dict[str, Any] = {
         "objective": objective,
         "samples": samples,
@@ -100,7 +100,6 @@ def make_plan(
     if objective == "kld":
         prompt = check_prompt(context, context * 3 // 4 if prefill is None else prefill)
         check_context(checkpoint, context)
-        texts = given or find_texts(None, dataset, "test", "text", checkpoint.source.reference, seed)
         windows = cut(texts, checkpoint.tokenizer, context, samples + held_out)
         if len(windows.tokens) < samples + held_out:
             raise ValueError(
@@ -132,7 +131,6 @@ def make_plan(
         other = LmEvalTasks(lm, tasks, numbers[samples:], task_manager=manager)
         about["tasks"] = list(tasks)
     if thresholds and tokens is None and (text or dataset):
-        texts = given or find_texts(None, dataset, "test", "text", False, seed)
         found = cut(texts, checkpoint.tokenizer, context, samples)
         tokens, about["tokens_sha256"] = found.tokens, found.sha256
     fit = None

@@ -82,10 +82,6 @@ class TuningStudy:
         self.cost: Cost = setup["cost"]
         self.direction, self.objective = setup["direction"], setup["objective"]
 
-    def preset_of(self, knobs: Mapping[str, Any]) -> Preset:
-        """The preset that these values of the searched knobs make."""
-        return get_preset(self.preset, **knobs)
-
     def refer(self, presets: Mapping[str, Preset], objective: Objective, held_out: Objective | None = None) -> None:
         """Measures presets that are not part of the search, to compare it with; results are kept in the study."""
         known = self.references()
@@ -123,7 +119,7 @@ class TuningStudy:
         return Point(
             trial.number,
             trial.params,
-            self.preset_of(trial.params) if fitted is None else get_preset(fitted),
+            get_preset(self.preset, **trial.params) if fitted is None else get_preset(fitted),
             Score(**trial.user_attrs[SCORE]),
             None if held_out is None else Score(**held_out),
         )
@@ -544,7 +540,7 @@ def _run(
             assert isinstance(distribution, FloatDistribution)
             trial.suggest_float(knob, distribution.low, distribution.high)
     try:
-        preset = study.preset_of(trial.params)
+        preset = get_preset(study.preset, **trial.params)
     except ValueError as error:
         # Knobs may be legal each, and not together.
         trial.set_user_attr("hfkvq:refused", str(error))

@@ -229,9 +229,13 @@ class Metadata(AttentionMetadata):
     @property
     def steps(self) -> Steps:
         """Rows of the requests with one token."""
-        bounds = self.bounds
-        assert bounds is not None
-        return self.once("steps", lambda: Steps.of(self.table[: self.decodes], self.lengths[: self.decodes], bounds))
+
+        def make() -> Steps:
+            assert self.bounds is not None
+            lengths = self.lengths[: self.decodes]
+            return Steps(self.table[: self.decodes], lengths, (lengths + self.bounds[0]).maximum(self.bounds[1]))
+
+        return self.once("steps", make)
 
     @property
     def claimed(self) -> kernels.Claimed:

@@ -79,14 +79,9 @@ class Steps(NamedTuple):
 
     @staticmethod
     def bounds(device: torch.device) -> Tensor:
-        """Numbers that `of` adds to lengths to have counters, and the least counters: i32 (2, 4, 1)."""
+        """Numbers that are added to lengths to have counters, and the least counters: i32 (2, 4, 1)."""
         numbers = [[-(2**30), 0, -1, -1], [0, 1, 0, 0]]
         return torch.tensor(numbers, dtype=torch.int32, device="cpu")[:, :, None].to(device)
-
-    @classmethod
-    def of(cls, table: Tensor, lengths: Tensor, bounds: Tensor) -> Steps:
-        """From the tokens of each request, and `bounds`; a graph can hold it."""
-        return cls(table, lengths, torch.maximum(lengths + bounds[0], bounds[1]))
 
 
 def sent(parts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:

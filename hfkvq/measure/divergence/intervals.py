@@ -12,10 +12,10 @@ RESAMPLES = 9_999
 Interval = tuple[float, float]
 
 
-def check_scipy(command: str) -> None:
+def check_scipy() -> None:
     """Raises ImportError, naming the extra, where SciPy is missing."""
     if importlib.util.find_spec("scipy") is None:
-        raise ImportError(f"{command}: SciPy, which makes the intervals, is not installed; pip install 'hfkvq[eval]'.")
+        raise ImportError("SciPy, which makes the intervals, is not installed; pip install 'hfkvq[eval]'.")
 
 
 def mean_interval(values: Sequence[float], seed: int = 0) -> Interval | None:

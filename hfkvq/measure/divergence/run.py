@@ -88,7 +88,6 @@ def measure_text(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     seed: int = 0,
-    command: str = "kld",
     on_progress: Callable[[str, float], object] = lambda name, share: None,
 ) -> Record:
     """Measures schemes on windows of texts; see `hfkvq.measure.models.find_model`, `find_texts`, `cut` and `measure`.
@@ -105,7 +104,7 @@ def measure_text(
         Stopped: Ctrl-C, with the record of what was measured.
     """
     where = torch.device("cpu") if device is None else device
-    check_scipy(command)
+    check_scipy()
     prompt = check_prompt(context, context // 2 if prefill is None else prefill)
     plan = find_checkpoint(model)
     texts: Sequence[Text] = find_texts(text, dataset, part, field, plan.source.reference, seed)

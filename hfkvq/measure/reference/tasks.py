@@ -181,19 +181,6 @@ def is_plain(task: str) -> bool:
     return task.partition("-")[0] in PLAIN_TASKS
 
 
-def plain(kind: str, size: int, *, seed: int) -> Example:
-    """One example.
-
-    Args:
-        kind: one of `PLAIN_TASKS`.
-        size: tokens of the context, about.
-        seed: the example's number.
-    """
-    task = f"{kind}-{size}"
-    prompt, answer = _MAKERS[kind](size, random_stream("eval", task, seed))
-    return Example(task, prompt, answer, ())
-
-
 def evaluation_set(task: str, n: int = 200, *, seed: int = 0) -> list[Example]:
     """Return the first `n` evaluation examples of a task, the same ones every time.
 
@@ -211,7 +198,8 @@ def evaluation_set(task: str, n: int = 200, *, seed: int = 0) -> list[Example]:
         return [make(int(match[2]), seed=number, split="eval") for number in numbers]
     kind, _, size = task.partition("-")
     if kind in PLAIN_TASKS and size.isdecimal():
-        return [plain(kind, int(size), seed=number) for number in numbers]
+        name, make = f"{kind}-{int(size)}", _MAKERS[kind]
+        return [Example(name, *make(int(size), random_stream("eval", name, number)), ()) for number in numbers]
     if task == "tools":
         return [tools(seed=number, split="eval") for number in numbers]
     raise ValueError(f"task={task!r} is unknown; known are {', '.join((*EVALUATION_TASKS, *PLAIN_TASKS))}")

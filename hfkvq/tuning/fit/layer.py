@@ -76,13 +76,9 @@ class _Kind:
     place: tuple[int, int]
     window: int
 
-    @property
-    def evicts(self) -> bool:
-        return self.scheme.evicts
-
     def tokens(self, count: int) -> list[Tensor]:
         """Keys and values of one row: with one head for schemes that evict, else without heads and bytes."""
-        own, dtype = int(self.evicts), {2: torch.bfloat16, 4: torch.float32}[self.itemsize]
+        own, dtype = int(self.scheme.evicts), {2: torch.bfloat16, 4: torch.float32}[self.itemsize]
         return [torch.zeros(1, own, count, dim, dtype=dtype, device="cpu") for dim in (self.key_dim, self.value_dim)]
 
     def fresh(self) -> KVLayer:
@@ -110,7 +106,7 @@ class _Kind:
         keys, values = self.tokens(count)
         layer.update(keys, values)
         layer.begin(None, count)
-        if self.evicts:
+        if self.scheme.evicts:
             # One query is enough: the number of kept tokens does not depend on attention.
             layer.finish(keys[:, :, -1:], AttentionArguments(1.0))
         else:
@@ -165,22 +161,22 @@ class _Kind:
                 if not count:
                     self.feed(layer, count := 1)
             left -= count
-            if self.evicts:
+            if self.scheme.evicts:
                 yield
         yield
 
     def bytes_of(self, layer: KVLayer, batch: int, heads: int, share: int) -> int:
         """Bytes of a layer of so many rows, KV heads, and query heads of each."""
         store = layer.held()
-        rows = batch * heads if self.evicts else batch
+        rows = batch * heads if self.scheme.evicts else batch
         if layer.buffer is not None and layer.buffer.plan is not None:
-            if self.evicts:
+            if self.scheme.evicts:
                 plan = replace(layer.buffer.plan, rows=rows, fold=heads, query_heads=heads * share)
             else:
                 plan = replace(layer.buffer.plan, rows=rows, heads=heads)
             held = buffer_bytes(plan) + rows * store.state.dropped.nbytes
         else:
-            own = 1 if self.evicts else heads
+            own = 1 if self.scheme.evicts else heads
             # Tensors of more than two axes have the heads in the second.
             shapes = [
                 (x.itemsize, (*x.shape[:1], own, *x.shape[2:]) if x.dim() > 2 else x.shape)
