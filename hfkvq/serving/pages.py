@@ -363,16 +363,13 @@ class CompressedPages(FullAttentionCacheAllocator):
 
     def _sort(self, given: dict[str, Any]) -> None:
         """Rows of a batch with prompts, or parts of them: asks the device for lengths and slots."""
-        device, places = (
-            given["cu_seq_lens_q"].device,
-            (given["cu_seq_lens_q"], given["cu_seq_lens_k"][self.layer_type]),
-        )
-        rows, at = list[tuple[int, int, int, int, int]](), 0
-        for (q, end_q), (k, end_k) in zip(*(pairwise(each.tolist()) for each in places), strict=False):
+        begins, rows, at = (given["cu_seq_lens_q"], given["cu_seq_lens_k"][self.layer_type]), [], 0
+        device = begins[0].device
+        for (q, end_q), (k, end_k) in zip(*(pairwise(each.tolist()) for each in begins), strict=False):
             count = self.blocks_for(end_k - k) if end_k > k else 0
             # A row may have no new tokens: padding.
             if end_q > q:
-                # Column of the first one, place of its blocks in the engine's list and their number, tokens before.
+                # Column of the first one, place of its blocks in the engine's list, their number, new tokens, those before.
                 rows.append((q, at, count, end_q - q, end_k - k - (end_q - q)))
             at += count
         self._first, self._prompts, self._steps = None, [], None
