@@ -369,7 +369,7 @@ class CompressedPages(FullAttentionCacheAllocator):
             count = self.blocks_for(end_k - k) if end_k > k else 0
             # A row may have no new tokens: padding.
             if end_q > q:
-                # Column of the first one, place of its blocks in the engine's list, their number, new tokens, those before.
+                # First column, place of the blocks in the engine's list, their number, new tokens, and those before.
                 rows.append((q, at, count, end_q - q, end_k - k - (end_q - q)))
             at += count
         self._first, self._prompts, self._steps = None, [], None

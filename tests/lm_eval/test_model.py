@@ -194,15 +194,12 @@ class TestCosts:
         lm = make(**KITTY, batch_size=2)
         prompts = sentences(2, 20)
         generate(lm, prompts, until=[])
-        held = bf16 = 0
-        scheme = lm.cache_arguments.preset
         batch = tokenizer(prompts, return_tensors="pt", padding=True)
-        cache = MixedKVCache(model, scheme)
+        cache = MixedKVCache(model, lm.cache_arguments.preset)
         model.generate(**batch, past_key_values=cache, max_new_tokens=12, do_sample=False)
         memory = cache.memory()
-        held, bf16 = memory.compressed.total, memory.bf16
         figures = figures_of(lm)
-        assert figures["total_bits"] == pytest.approx(16 * held / bf16)
+        assert figures["total_bits"] == pytest.approx(16 * memory.compressed.total / memory.bf16)
         assert figures["code_bits"] == pytest.approx(memory.code_bits)
         assert figures["peak_cache_bytes"] == memory.total
         assert figures["requests"] == 2

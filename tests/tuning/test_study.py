@@ -190,9 +190,8 @@ def test_ctrl_c_gives_the_trial_back(tmp_path):
     assert [point.number for point in study.points()] == [1, 2, 3]
 
 
-class TestPasswords:
-    def test_are_not_shown(self, tmp_path):
-        assert hidden("postgresql+psycopg://me:secret@host/db") == "postgresql+psycopg://me:***@host/db"
-        with pytest.raises(ValueError, match="storage") as caught:
-            open_storage("postgresql://me:secret@127.0.0.1:1/db")
-        assert "secret" not in str(caught.value)
+def test_passwords_are_not_shown():
+    assert hidden("postgresql+psycopg://me:secret@host/db") == "postgresql+psycopg://me:***@host/db"
+    with pytest.raises(ValueError, match="storage") as caught:
+        open_storage("postgresql://me:secret@127.0.0.1:1/db")
+    assert "secret" not in str(caught.value)
