@@ -15,7 +15,7 @@ through a `KVStore` over requests' blocks and windows, steps through the kernels
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -90,6 +90,24 @@ def tail_slots(sizes: WindowSizes) -> tuple[int, int]:
 def typed(data: Tensor, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
     """A tensor that lies at the beginning of bytes."""
     return data[: torch.Size(shape).numel() * kind.itemsize].view(kind).view(shape)
+
+
+def rows_of(
+    starts_q: list[int], starts_k: list[int], blocks_for: Callable[[int], int]
+) -> list[tuple[int, int, int, int, int]]:
+    """Requests of a batch that have new tokens, from where these begin, and all of them; a row may have none: padding.
+
+    Returns:
+        Of each the column of its first new token, where its blocks begin in the engine's list, how many they are, its
+        new tokens, and those before them.
+    """
+    rows, at = [], 0
+    for (q, end_q), (k, end_k) in zip(pairwise(starts_q), pairwise(starts_k), strict=False):
+        count = blocks_for(end_k - k) if end_k > k else 0
+        if end_q > q:
+            rows.append((q, at, count, end_q - q, end_k - k - (end_q - q)))
+        at += count
+    return rows
 
 
 class Steps(NamedTuple):
@@ -363,15 +381,8 @@ class CompressedPages(FullAttentionCacheAllocator):
 
     def _sort(self, given: dict[str, Any]) -> None:
         """Rows of a batch with prompts, or parts of them: asks the device for lengths and slots."""
-        begins, rows, at = (given["cu_seq_lens_q"], given["cu_seq_lens_k"][self.layer_type]), [], 0
-        device = begins[0].device
-        for (q, end_q), (k, end_k) in zip(*(pairwise(each.tolist()) for each in begins), strict=False):
-            count = self.blocks_for(end_k - k) if end_k > k else 0
-            # A row may have no new tokens: padding.
-            if end_q > q:
-                # First column, place of the blocks in the engine's list, their number, new tokens, and those before.
-                rows.append((q, at, count, end_q - q, end_k - k - (end_q - q)))
-            at += count
+        device, ends = given["cu_seq_lens_q"].device, given["cu_seq_lens_k"][self.layer_type].tolist()
+        rows = rows_of(given["cu_seq_lens_q"].tolist(), ends, self.blocks_for)
         self._first, self._prompts, self._steps = None, [], None
         if not rows:
             return
