@@ -252,7 +252,6 @@ class TestBadInput:
                 "'boost_ratio' is a knob of 'kitty', Transformers' own cache has no",
             ),
             ({"scheme": "kitty", "boost_raito": 0.2}, "'boost_raito' is unknown; did you mean 'boost_ratio'"),
-            ({"scheme": "kitty", "ll_mode": "stock"}, "'ll_mode' is unknown"),
             ({"scheme": "triaxial", "table": "nowhere.json"}, "table: nowhere.json cannot be read"),
             ({"scheme": "saw-int4", "block": 96}, "block"),
             ({"scheme": "none", "layers": {"0": "full"}}, "Transformers' own cache has no schemes of layers"),

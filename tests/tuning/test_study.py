@@ -166,8 +166,6 @@ class TestStorage:
                 storage=storage,
                 name="one",
             )
-        with pytest.raises(ValueError, match="is one of another scheme"):
-            tune("mixkvq", Known(), trials=3, space=SPACE, storage=storage, name="one")
         with pytest.raises(ValueError, match="is one of another cost"):
             search(trials=3, storage=storage, name="one", cost="cache_bytes")
         with pytest.raises(ValueError, match="has no study 'two'; it has one"):
