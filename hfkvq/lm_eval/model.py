@@ -6,8 +6,7 @@ import copy
 import inspect
 import logging
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -19,7 +18,6 @@ from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import register_model
 from lm_eval.models import huggingface
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import Cache
@@ -88,6 +86,16 @@ class Cost:
             "requests": self.requests,
             "context_tokens": self.context_tokens / self.requests if self.requests else None,
         }
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    """Sum of costs; the peak is the largest."""
+    whole = Cost()
+    for cost in costs:
+        for name, value in vars(cost).items():
+            mine = getattr(whole, name)
+            setattr(whole, name, max(mine, value) if name == "peak" else mine + value)
+    return whole
 
 
 class _FirstToken(LogitsProcessor):
@@ -172,7 +180,7 @@ class HFKVQ(HFLM):
             raise ValueError(f"pretrained: got {pretrained!r}, allowed the name of a model, or a loaded one.")
         self.cache_arguments = take_arguments(scheme, layers, ll_chunk, truncate, others, _MODEL_OPTIONS)
         check_options(others, _TYPES)
-        self.costs = defaultdict[str, Cost](Cost)
+        self.costs: dict[str, Cost] = {}
         self._tagger: Tagger | None = None
         self._task = ""
         if not isinstance(pretrained, str):
@@ -234,7 +242,7 @@ class HFKVQ(HFLM):
         self._check(others, self._subject.config, new)
         if new.table is not None:
             new.table.check(self._subject.config, self.tokenizer)
-        self.cache_arguments, self.costs = new, defaultdict(Cost)
+        self.cache_arguments, self.costs = new, {}
 
     @property
     def _subject(self) -> Any:
@@ -262,9 +270,7 @@ class HFKVQ(HFLM):
             "dtype": str(model.dtype).removeprefix("torch."),
         }
         figures = {task: cost.figures() for task, cost in self.costs.items()}
-        names, costs = vars(Cost()), (Cost(), *self.costs.values())
-        whole = Cost(**{x: (max if x == "peak" else sum)(getattr(cost, x) for cost in costs) for x in names})
-        kvq = {**described, **whole.figures(), "tasks": figures}
+        kvq = {**described, **total(self.costs.values()).figures(), "tasks": figures}
         return {**super().get_model_info(), "kvq": kvq}
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
@@ -299,6 +305,10 @@ class HFKVQ(HFLM):
                 known = [form.format(figures[name]) for form, name in words if figures[name] is not None]
                 logger.info("%s: %s", task, ", ".join(known))
         return [found[i] for i in range(len(requests))]
+
+    def _cost(self) -> Cost:
+        """Costs of the task that is being answered, to add to."""
+        return self.costs.setdefault(self._task, Cost())
 
     # Generation
 
@@ -350,7 +360,7 @@ class HFKVQ(HFLM):
         seconds = clock(device) - (first.began or 0.0)
         ends = self._subject.generation_config.eos_token_id
         lengths = answer_lengths(out[:, context.shape[1] :], ends if isinstance(ends, list) else [ends])
-        cost = self.costs[self._task]
+        cost = self._cost()
         cost.requests += len(lengths)
         cost.context_tokens += int(mask.sum())
         cost.generated_tokens += sum(lengths)
@@ -361,7 +371,7 @@ class HFKVQ(HFLM):
         return out
 
     def _count(self, cache: Cache, mask: Tensor) -> None:
-        cost, memory = self.costs[self._task], read_memory(cache, mask)
+        cost, memory = self._cost(), read_memory(cache, mask)
         cost.held += memory.held_bytes
         cost.bf16 += memory.bf16_bytes
         if not math.isnan(memory.code_bits):
@@ -389,7 +399,7 @@ class HFKVQ(HFLM):
         size = override_bs or self.batch_size
         if size == "auto":
             size = self._detect_batch_size(list(requests), 0)
-        cost, asked = self.costs[self._task], self.cache_arguments
+        cost, asked = self._cost(), self.cache_arguments
         name = "bf16" if asked.preset is None else asked.asked or asked.preset.scheme.name
         quiet = disable_tqdm or override_bs is not None or self.rank != 0
         with (
@@ -534,6 +544,11 @@ def _held(cache: Cache) -> int:
 
 def _padded(rows: Sequence[Sequence[int]], pad: int, side: str) -> tuple[Tensor, Tensor]:
     """Token ids and mask (B, T) of rows, padded on the "left" or "right"."""
-    tokens = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in rows]
-    mask = pad_sequence([torch.ones_like(row) for row in tokens], True, 0, side)
-    return pad_sequence(tokens, True, pad, side), mask
+    longest = max(map(len, rows))
+    ids = torch.full((len(rows), longest), pad, dtype=torch.int64, device="cpu")
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        at = slice(longest - len(row), None) if side == "left" else slice(len(row))
+        ids[i, at] = torch.tensor(row, dtype=torch.int64, device="cpu")
+        mask[i, at] = 1
+    return ids, mask
