@@ -28,7 +28,7 @@ from .base.capture import RECORDERS
 from .base.config_switch import NAME
 from .compile import compile_rungs
 from .eviction.forgetting import kept_pages, page_size, pages_to_spare, score_bytes
-from .layer_state.base import ROLLBACK, unchanged_on_error
+from .layer_state.base import unchanged_on_error
 from .layer_state.smoothing import KeySmoothing, measure, of_keys
 from .layers.layer import KVLayer
 from .layers.memory import format_bytes, held_bytes
@@ -535,7 +535,7 @@ class Budget:
 
     def _shape(self, cache: Any, keys: Tensor | None) -> Shape:
         first: KVLayer = cache.compressed_layers[0]
-        hold, buffer = ROLLBACK if first.record_past else 0, first.buffer
+        hold, buffer = first.hold, first.buffer
         assert buffer is not None, "a cache with a budget has buffers"
         gone = min(layer.gone for layer in cache.compressed_layers)
         shown = 0 if self.evict is None else buffer.queries_per_head * self.evict.window

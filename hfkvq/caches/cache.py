@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -23,11 +24,11 @@ from .base import outside_inference_mode, warn_once
 from .base.capture import RECORDERS
 from .base.config_switch import NAME, add_cache, restore, switch
 from .base.model_calls import CallInterceptor, intercept, is_inside_call
-from .base.model_config import head_dim_of, hinders_eviction, stock_layers, text_config
+from .base.model_config import attention_shape, head_dim_of, hinders_eviction, stock_layers, text_config
 from .base.recorded import DeviceSync, is_captured, is_recorded, uneven
 from .budget import Budget, parse_evict, parse_memory
 from .cache_file import below, packed_layer, read_file, unpack_layer, write_file
-from .compile import compile_kernels, expected_keys
+from .compile import compile_kernels
 from .layer_state.query_statistics import QueryStatistics
 from .layer_state.smoothing import layers_that_mix, measure, warn_of_noise
 from .layer_state.update import as_stored
@@ -35,7 +36,7 @@ from .layers import transactions
 from .layers.build import build_layers, is_attachable, seen_by
 from .layers.handle import dense_of
 from .layers.layer import KVLayer
-from .layers.memory import MemoryReport, described, memory_of
+from .layers.memory import MemoryReport, memory_of
 from .layers.recurrent import RecurrentLayer, StatePlaces
 from .schemes.base import Scheme
 from .schemes.eviction import EvictionScheme, warn_of_loss
@@ -322,7 +323,16 @@ class MixedKVCache(Cache):
         return memory_of(self._parts, int(self.get_seq_length()))
 
     def __repr__(self) -> str:
-        return described(self)
+        used = [layer for layer in self.compressed_layers if layer.store is not None]
+        others = "".join(f", {which}: {scheme!r}" for which, scheme in self.preset.layers)
+        head = f"{type(self).__name__}({self.scheme!r}{others}, layers={len(self.compressed_layers)}/{len(self.layers)}"
+        if not used:
+            return f"{head}, empty)"
+        memory = self.memory()
+        return (
+            f"{head}, batch={used[0].batch_size}, seen={self.get_seq_length()}, "
+            f"{memory.ratio:.2f}x smaller than bf16, {memory.total_bits:.2f} total bits)"
+        )
 
     # Tokens come.
 
@@ -444,9 +454,14 @@ class MixedKVCache(Cache):
 
     def compile_for(self, model: torch.nn.Module, rows: int) -> None:
         """Compiles on a GPU what the model's layers will launch, as far as the model tells before they do."""
-        # A budget first looks at the prompt's keys.
-        if self.budget is None and (keys := expected_keys(model, rows)) is not None:
-            self._compile(keys)
+        # Where processes share a model, each has fewer heads; and a budget first looks at the prompt's keys.
+        shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if shared or self.budget is not None or not isinstance(model, PreTrainedModel):
+            return
+        found = attention_shape(model.config)
+        # Under autocast keys have another dtype.
+        if found is not None and not torch.is_autocast_enabled(model.device.type):
+            self._compile(torch.empty(rows, found[1], 0, found[2], dtype=model.dtype, device=model.device))
 
     def _compile(self, keys: torch.Tensor) -> None:
         """Compiles on a GPU what layers with keys (B, H, t, D) launch, if that is not done."""
@@ -456,7 +471,8 @@ class MixedKVCache(Cache):
         if self._compiled != kernels:
             self._compiled = kernels
             fused = self.graphs is not None and self.graphs.fuses
-            compile_kernels(self.config, self.compressed_layers, keys, fused)
+            kinds = ((layer.scheme, layer.window) for layer in self.compressed_layers)
+            compile_kernels(self.config, kinds, keys, kernels[-1], fused)
             if self.budget is not None and self.graphs is not None:
                 self.budget.compile_ladder(self, keys)
 

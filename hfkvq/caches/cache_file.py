@@ -33,7 +33,7 @@ from .base import outside_inference_mode
 from .layer_state.smoothing import KeySmoothing
 from .layers.layer import KVLayer
 from .layers.recurrent import RecurrentLayer
-from .store.packing import Packed, packed
+from .store.packing import Packed, packed, unpacked
 
 Tensors = Mapping[str, Tensor]
 
@@ -118,7 +118,8 @@ def _unpack_pages(layer: KVLayer, found: Mapping[str, Any], tensors: Tensors, de
     # Meta tensors suffice: only shapes are read.
     keys, values = (torch.empty(1, 1, 1, 1, dtype=dtype, device=device).expand(rows, heads, 1, dim) for dim in dims)
     layer.lazy_initialization(keys, values)
-    layer.held().unpack(found["store"], below("store", tensors))
+    store = layer.held()
+    store.adopt(unpacked(store.state, found["store"], below("store", tensors)))
     layer.seen, layer.evicted, layer.gone = int(found["seen"]), found["evicted"] is True, int(found.get("gone", 0))
     vectors = tensors["smoothing"] if "smoothing" in found else None
     if vectors is not None and (vectors.dtype != torch.float32 or vectors.shape != (3, heads, dims[0])):

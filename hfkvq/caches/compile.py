@@ -6,11 +6,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from hfkvq.kernels.compile import SEVERAL, Layer, compile_layers
@@ -138,8 +136,9 @@ def compile_ahead(
 
 def compile_kernels(
     config: PreTrainedConfig,
-    layers: Sequence[Any],
+    layers: Iterable[tuple[Scheme, int]],
     keys: torch.Tensor,
+    several: bool = False,
     fused: bool = False,
     slots: bool = False,
     moves: bool = False,
@@ -147,8 +146,9 @@ def compile_kernels(
     """Compiles what a cache on a GPU will launch, before its first layer does; once in a process for caches alike.
 
     Args:
-        layers: of the cache that hold pages, or stand-ins with their scheme, window and ``record_past``.
+        layers: scheme and window of each that holds pages.
         keys: (B, H, t, D) of the first layer: its heads are those of this process, where several share a model.
+        several: see `layer_plan`.
         fused: whether steps are fused around attention.
         slots: whether layers are an engine's; see `hfkvq.kernels.compile.compile_layers`, and for ``moves``.
     """
@@ -159,25 +159,11 @@ def compile_kernels(
         shape, heads = shapes[0], keys.shape[1]
         if not shape.rope_dim:
             shape = shape._replace(heads=shape.heads // shape.kv_heads * heads, kv_heads=heads)
-        kinds = tuple(dict.fromkeys((layer.scheme, shape._replace(window=layer.window)) for layer in layers))
+        kinds = tuple(dict.fromkeys((scheme, shape._replace(window=window)) for scheme, window in layers))
         around = widths_of(config, shape, keys.shape[0]) if fused else None
-        _compile(kinds, keys.dtype, keys.device, layers[0].record_past, around, slots, moves)
+        _compile(kinds, keys.dtype, keys.device, several, around, slots, moves)
     except Exception as error:
         logger.warning(FAILED, error)
-
-
-def expected_keys(model: Any, rows: int) -> torch.Tensor | None:
-    """Keys (rows, H, 0, D) as a model's layers will give them to its cache; None where that is not known.
-
-    Where processes share a model, each has fewer heads, and under autocast keys have another dtype.
-    """
-    shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if shared or not isinstance(model, PreTrainedModel) or torch.is_autocast_enabled(model.device.type):
-        return None
-    found = attention_shape(model.config)
-    if found is None:
-        return None
-    return torch.empty(rows, found[1], 0, found[2], dtype=model.dtype, device=model.device)
 
 
 def compile_rungs(
@@ -191,17 +177,15 @@ def compile_rungs(
 ) -> None:
     """Compiles what layers launch on rungs of a ladder, a rung at a time, each once in a process; nothing on a CPU.
 
-    ``later``: a thread does it, while the cache goes on. Other arguments are those of `layer_plan` and
-    `compile_kernels`.
+    ``later``: a thread does it, while the cache goes on. Other arguments are those of `compile_kernels`.
     """
     if keys.device.type != "cuda":
         return
-    layers = [SimpleNamespace(scheme=scheme, window=0, record_past=several) for scheme in dict.fromkeys(schemes)]
-    like = keys[:, :, :0].detach()
+    own, like = list(dict.fromkeys(schemes)), keys[:, :, :0].detach()
 
     def run() -> None:
-        for layer in layers:
-            compile_kernels(config, [layer], like, fused, slots, moves=not slots)
+        for scheme in own:
+            compile_kernels(config, [(scheme, 0)], like, several, fused, slots, moves=not slots)
 
     if later:
         threading.Thread(target=run, name="hfkvq-rungs", daemon=True).start()

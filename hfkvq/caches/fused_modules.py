@@ -69,7 +69,7 @@ class Fusion:
                 forward = None if prompt and type(module) is nn.Linear else self._forward_of(module)
                 if forward is not None:
                     replaced.append((module, vars(module).get("forward")))
-                    vars(module)["forward"] = _Fused(module, forward, thread)
+                    vars(module)["forward"] = _in_thread(module, forward, thread)
             yield
         finally:
             for module, before in replaced:
@@ -203,24 +203,22 @@ class Fusion:
         return plain() if form is None else rotary(*args)
 
 
-class _Fused:
+def _in_thread(module: nn.Module, forward: Forward, thread: int) -> Forward:
     """A module's forward in one thread; in others it is the module's own.
 
     Modules of a model that is spread over devices move inputs to theirs first, as accelerate's hook does.
     """
+    own, hook = module.forward, vars(module).get("_hf_hook")
 
-    def __init__(self, module: nn.Module, forward: Forward, thread: int) -> None:
-        self._module, self._forward, self._thread = module, forward, thread
-        self._own = module.forward
-        self._hook = vars(module).get("_hf_hook")
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return own(*args, **kwargs)
+        if hook is None:
+            return forward(module, *args, **kwargs)
+        args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return hook.post_forward(module, forward(module, *args, **kwargs))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != self._thread:
-            return self._own(*args, **kwargs)
-        if self._hook is None:
-            return self._forward(self._module, *args, **kwargs)
-        args, kwargs = self._hook.pre_forward(self._module, *args, **kwargs)
-        return self._hook.post_forward(self._module, self._forward(self._module, *args, **kwargs))
+    return run
 
 
 def _error(expected: Any, found: Any) -> float:

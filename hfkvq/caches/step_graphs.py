@@ -29,7 +29,7 @@ from .base.capture import RECORDERS, NumbersOnDevice
 from .base.model_calls import CACHE_NAMES, CallInterceptor, forward_parameters, inside_call, with_cache
 from .base.recorded import DeviceSync, recording
 from .fused_modules import DEVICES, Fusion
-from .layer_state.base import ROLLBACK
+from .layer_state.base import ROLLBACK, unchanged_on_error
 from .steps.step_buffer import StepBuffer
 from .store import KVStore
 from .store.host import pinned
@@ -525,7 +525,8 @@ class StepGraphs:
         try:
             torch.set_autocast_cache_enabled(False)
             fused = self._fused(model, interceptor, step, False)
-            with inside_call(), recording(), fused, self.states.as_before():
+            # Python's knowledge of recurrent states stays: the step is not carried out yet.
+            with inside_call(), recording(), fused, unchanged_on_error(self.states.layers, always=True):
                 held = [buffer.layer.device for buffer in self.sync.members]
                 # The device of the input comes first.
                 devices = list(dict.fromkeys([device, *held, *(x.device for x in self.states.tensors())]))

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -115,9 +114,7 @@ class InUse:
             raise ValueError("use: got a use that was undone, allowed a new one; call hfkvq.use(model, ...) again.")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
     def __getstate__(self) -> dict[str, Any]:

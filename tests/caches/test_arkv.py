@@ -15,6 +15,7 @@ from hfkvq.caches.eviction.tier_evictor import TierEvictor
 from hfkvq.caches.layers.build import group_layers
 from hfkvq.caches.schemes import Arkv
 from hfkvq.caches.schemes.score_inputs import Attention, tier_widths, token_scores
+from hfkvq.caches.store.accounting import nbytes
 from hfkvq.caches.store.requantize import positions
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START
@@ -162,7 +163,7 @@ class TestEquations:
 def held_positions(layer, index=0):
     """Logical columns of a row's tokens in each head, by width: [{16: set, 8: set}, ...]; the tail counts as 16."""
     store, found = layer.store, []
-    where = positions(store)
+    where = positions(store.state)
     for head in range(store.fold):
         i = index * store.fold + head
         start, sizes = int(store.counters[START, i]), [v.table.shape[1] * 8 for v in store.runs]
@@ -423,7 +424,7 @@ def test_it_leaves_what_the_general_way_leaves(name, rows, monkeypatch):
                 assert a.store.state.settled == 90 - a.scheme.window
                 if KNOBS[name].get("score") != "recency":
                     assert_close(a.eviction.strength, b.eviction.strength)
-                assert a.store.nbytes().total <= b.store.nbytes().total
+                assert nbytes(a.store.state).total <= nbytes(b.store.state).total
             else:
                 assert a.store.states == b.store.states
 

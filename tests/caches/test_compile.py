@@ -50,6 +50,10 @@ def test_all_presets_go_together(given):
     assert told == ["compiling kernels"]
 
 
+def kinds(cache):
+    return [(layer.scheme, layer.window) for layer in cache.compressed_layers]
+
+
 def test_nothing_is_compiled_on_a_cpu(given):
     compile.compile_ahead(model_on("cpu"), [get_preset("saw-int4")], tell=pytest.fail)
     assert not given
@@ -63,7 +67,7 @@ def test_what_fails_is_left_to_launches(monkeypatch, caplog):
     cache, keys = MixedKVCache(LlamaConfig(**SMALL, num_attention_heads=4, head_dim=64)), torch.zeros(1, 4, 3, 64)
     for act in (
         lambda: compile.compile_ahead(model_on("cuda"), [get_preset("saw-int4")]),
-        lambda: compile.compile_kernels(cache.config, cache.compressed_layers, keys),
+        lambda: compile.compile_kernels(cache.config, kinds(cache), keys),
     ):
         caplog.clear()
         compile._compile.cache_clear()
@@ -89,19 +93,18 @@ def test_a_cache_compiles_for_all_kinds_of_its_layers(given):
     )
     for _ in range(2):
         cache = MixedKVCache(config, "kitty-pro", layers={"0": "saw-int4"})
-        compile.compile_kernels(cache.config, cache.compressed_layers, torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16))
+        compile.compile_kernels(cache.config, kinds(cache), torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16))
     [(layers, device, steps)] = given
     assert (device, steps) == (torch.device("cpu"), (1,))
-    kinds = {(plan.format.runs[0][0].bits, plan.format.window, plan.heads, heads) for plan, heads, *_ in layers}
-    assert kinds == {(4, 2048, 2, 4), (2, 2048, 2, 4), (2, 0, 2, 4)}
+    found = {(plan.format.runs[0][0].bits, plan.format.window, plan.heads, heads) for plan, heads, *_ in layers}
+    assert found == {(4, 2048, 2, 4), (2, 2048, 2, 4), (2, 0, 2, 4)}
 
 
 def test_kernels_of_several_tokens_are_compiled_once_they_may_be_taken_back(given):
     config = LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     cache, keys = MixedKVCache(config, "saw-int4"), torch.zeros(1, 2, 5, 64)
-    compile.compile_kernels(cache.config, cache.compressed_layers, keys)
-    cache.activate_past_recording()
-    compile.compile_kernels(cache.config, cache.compressed_layers, keys)
+    for several in (False, True):
+        compile.compile_kernels(cache.config, kinds(cache), keys, several)
     assert [steps for *_, steps in given] == [(1,), tuple(range(1, 17))]
 
 
@@ -109,7 +112,7 @@ def test_kernels_are_compiled_before_the_first_layer(monkeypatch):
     """The cache asks again where its device is another, or steps may have several tokens, and not at each step."""
     asked = []
     monkeypatch.setattr(
-        "hfkvq.caches.cache.compile_kernels", lambda config, layers, keys, fused: asked.append(keys.device)
+        "hfkvq.caches.cache.compile_kernels", lambda config, layers, keys, *_: asked.append(keys.device)
     )
     config = LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     cache = MixedKVCache(config, "saw-int4", graphs=False)
@@ -143,4 +146,5 @@ def test_kernels_are_compiled_before_a_prompt_begins(monkeypatch):
     kernels = (torch.Size((2, 2)), 64, torch.bfloat16, torch.device("cpu"))
     assert seen == [kernels, "first layer", kernels]
     with torch.autocast("cpu", torch.bfloat16):
-        assert compile.expected_keys(model, 2) is None
+        MixedKVCache(model, "saw-int4").compile_for(model, 2)
+    assert len(seen) == 3

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.caches.layers import ROLLBACK
+from hfkvq.caches.layer_state.base import ROLLBACK
+from hfkvq.caches.store.accounting import nbytes
 from hfkvq.kernels import PageFormat
 from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.driver import (
@@ -566,7 +567,7 @@ def test_total_bits_approach_the_layout(name):
     layer.update(*states)
     layer.begin(None, tokens)
     layer.finish(states[0], AttentionArguments(1.0))
-    sizes = layer.store.nbytes()
+    sizes = nbytes(layer.store.state)
     assert sizes.codes + sizes.metadata == 48 * 128 * 128 * (keys + values) / 8
     # Sink; tail of one unit (kitty, kivi: a page; else a token) less one, and 16 for a step; values: also the local
     # window.
@@ -588,7 +589,7 @@ def test_growth_leaves_at_most_a_fifth_unused(name):
     forward(layer, *join([own[:160]]))
     for at in range(160, 400, 15):
         forward(layer, *join([own[at : at + 15]]))
-        sizes = layer.store.nbytes()
+        sizes = nbytes(layer.store.state)
         assert sizes.reserved <= 0.35 * (sizes.codes + sizes.metadata)
 
 

@@ -22,6 +22,7 @@ from evals.kernel_cases import (
 from evals.other_kernels import kitty, kivi, turboquant
 from evals.other_kernels.split_kv import GRID, split_kv
 from hfkvq.caches.store import KVStore
+from hfkvq.caches.store.accounting import nbytes
 from hfkvq.kernels import use_interpreter
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.triton import configs
@@ -48,7 +49,7 @@ def test_bytes_are_those_of_the_tensors_where_all_of_them_is_read(name):
     shape = Shape(2, 512, heads=4, kv_heads=2, head_dim=64)
     query, keys, values = shape.data(CPU)
     store = fill(name, keys, values)
-    held = store.nbytes()
+    held = nbytes(store.state)
     # Rows are alike and hold whole pages of each width, or all tokens where scales are per token; some, 16 of a sink.
     sink = store.layout.sink
     pages = (held.codes + held.metadata) * (512 - sink) // 512 + 2 * shape.batch * 2 * sink * 64 * 2

@@ -132,7 +132,7 @@ class TierEvictor(Eviction):
 
     def _judge(self, seen: QueryWindow) -> None:
         store, policy, due = self.layer.held(), self.policy, self.layer.seen >= self.full_at
-        where = positions(store)
+        where = positions(store.state)
         order = token_order(store, where)
         scores, statistics = torch.empty(order.shape, device=order.device, dtype=torch.float32), []
         for rows, found in stored_evidence(policy, store, seen, where, order):

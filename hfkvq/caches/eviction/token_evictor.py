@@ -115,7 +115,7 @@ class TokenEvictor(Eviction):
             given, held = self._lengths()
             trims = bool((held > self.policy.room(given, held, *self.place, self.layer.hold)).any())
         if trims or self.asks_every_step:
-            where = positions(self.layer.held())
+            where = positions(self.layer.held().state)
             order = token_order(self.layer.held(), where)
             scores = self._scores(seen, where, order)
             scores = self._trim(scores, seen) if trims else scores

@@ -5,34 +5,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 ROLLBACK = 64
 """Newest tokens that stay unsealed while tokens may be taken back (assisted decoding)."""
 
 
-def attributes(things: Sequence[Any]) -> list[dict[str, Any]]:
-    """Attributes of these objects, for `restore`; linear attention keeps its states in dicts, which are copied."""
-    return [{name: dict(x) if type(x) is dict else x for name, x in vars(each).items()} for each in things]
-
-
-def restore(things: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Attributes of these objects are what they were."""
-    for each, was in zip(things, saved, strict=True):
-        vars(each).clear()
-        vars(each).update(was)
-
-
 @contextlib.contextmanager
-def unchanged_on_error(things: Sequence[Any]) -> Iterator[None]:
-    """If anything fails, all attributes of these are what they were; what is written in place is not."""
-    saved = attributes(things)
+def unchanged_on_error(things: Sequence[Any], always: bool = False) -> Iterator[None]:
+    """If anything fails, or ``always``, all attributes of these are what they were; what is written in place is not."""
+    # Linear attention keeps its states in dicts.
+    saved = [{name: dict(x) if type(x) is dict else x for name, x in vars(each).items()} for each in things]
+    restores = True
     try:
         yield
-    except BaseException:
-        restore(things, saved)
-        raise
+        restores = always
+    finally:
+        for each, was in zip(things, saved, strict=True) if restores else ():
+            vars(each).clear()
+            vars(each).update(was)
 
 
 class Part:

@@ -69,9 +69,8 @@ class TokenRecord:
 
     def shared_tags(self, device: torch.device) -> ColumnTags | None:
         """The tags of all columns known, one object for all layers: kept until each has asked, or tags are others."""
-        codes = None if device in self._shared else self.tags_on(device)
-        if codes is not None:
-            self._shared[device] = ColumnTags(codes)
+        if self.tags is not None and self.length and device not in self._shared:
+            self._shared[device] = ColumnTags(self.tags[:, : self.length].to(device))
         found = self._shared.get(device)
         self._taken += 1
         if self._taken >= self.layers:
@@ -81,10 +80,6 @@ class TokenRecord:
 
     def _unshare(self) -> None:
         self._shared, self._taken = {}, 0
-
-    def tags_on(self, device: torch.device) -> Tensor | None:
-        """u8 (B, length), the tag codes of all columns known; None if there are none."""
-        return None if self.tags is None or not self.length else self.tags[:, : self.length].to(device)
 
     def tag_prompt(self, ids: Tensor, mask: Tensor | None, seen: int) -> None:
         """Tags ids (B, t) behind the ``seen`` columns that are cached; these keep their tags.

@@ -6,7 +6,6 @@ host). What layers of a cache know together is a `Group` (of those that evict) a
 are recorded). Lengths and rows change in all layers of a cache or in none, in `transactions`.
 """
 
-from ..layer_state.base import ROLLBACK as ROLLBACK
 from ..layer_state.update import PaddingReader as PaddingReader
 from .layer import KVLayer as KVLayer
 from .recurrent import HybridLayer as HybridLayer

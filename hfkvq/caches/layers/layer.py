@@ -575,8 +575,7 @@ class KVLayer(CacheLayerMixin):
         # With shared keys and values, a later layer may come without a mask: what was found stays.
         if mask is not None and (tokens > 1 or any(state.length == 0 for state in store.states)):
             self.padding = self.reader.read(mask, self.columns, tokens, store.row_lengths)
-        if self.hold:
-            store.reserve_tail(self.hold)
+        store.reserve_tail(self.hold)
         if store.longest == 0 or not store.fits(tokens) or self.padding is not None:
             return False
         store.push(keys, values)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..store import StoreBytes
-from ..store.accounting import TokenShares, elements, payload_bits, token_shares
+from ..store.accounting import TokenShares, elements, nbytes, payload_bits, token_shares
 from ..store.host import is_hosted
 from .layer import KVLayer
 from .recurrent import RecurrentLayer, StatePlaces
@@ -124,7 +124,7 @@ def memory_of(pieces: Sequence[Any], seen: int) -> MemoryReport:
     """Exact memory of layers, and of the recurrent states of those with attention beside; ``seen``: logical tokens."""
     layers = [layer for layer in pieces if isinstance(layer, KVLayer)]
     stores = [layer.store for layer in layers if layer.store is not None]
-    parts = sum((store.nbytes() for store in stores), StoreBytes())
+    parts = sum((nbytes(store.state) for store in stores), StoreBytes())
     counts = [elements(store.state) for store in stores]
     payload = [payload_bits(store.state) for store in stores]
 
@@ -157,18 +157,4 @@ def memory_of(pieces: Sequence[Any], seen: int) -> MemoryReport:
         seen=seen,
         tokens=tuple(token_shares(store.state) for store in stores),
         states=held_bytes(states),
-    )
-
-
-def described(cache: Any) -> str:
-    """Scheme, tokens and memory in a line."""
-    used = [layer for layer in cache.compressed_layers if layer.store is not None]
-    others = "".join(f", {which}: {scheme!r}" for which, scheme in cache.preset.layers)
-    head = f"{type(cache).__name__}({cache.scheme!r}{others}, layers={len(cache.compressed_layers)}/{len(cache.layers)}"
-    if not used:
-        return f"{head}, empty)"
-    memory = cache.memory()
-    return (
-        f"{head}, batch={used[0].batch_size}, seen={cache.get_seq_length()}, "
-        f"{memory.ratio:.2f}x smaller than bf16, {memory.total_bits:.2f} total bits)"
     )

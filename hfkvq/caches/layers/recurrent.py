@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from ..base import outside_inference_mode
-from ..layer_state.base import attributes, restore, unchanged_on_error
+from ..layer_state.base import unchanged_on_error
 from ..store.packing import Packed
 from .layer import KVLayer
 
@@ -168,15 +168,6 @@ class StatePlaces:
                 for x, was in saved:
                     x.copy_(was)
                 raise
-
-    @contextlib.contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Restores Python's knowledge of states after a recording, and after an error."""
-        saved = attributes(self.layers)
-        try:
-            yield
-        finally:
-            restore(self.layers, saved)
 
     @contextlib.contextmanager
     def invalidated_on_error(self) -> Iterator[None]:

@@ -42,6 +42,7 @@ from ..schemes.base import Layout, Scheme
 from ..store import SIDES, KVStore
 from ..store.host import empty
 from ..store.row_lengths import row_states
+from ..store.windows import in_buffer
 
 
 def make_plan(
@@ -78,8 +79,7 @@ def make_plan(
             max(-(-rest // keys.page_size), view.table.shape[1])
             for view, (keys, _) in zip(store.runs, store.format.runs, strict=True)
         )
-    if hold:
-        store.reserve_tail(hold)
+    store.reserve_tail(hold)
     for side in SIDES:
         # Tails need no more slots than the buffer has columns. While nothing is there, nothing has to move.
         slots = min(store.tail_limit[side], max(room - layer.gone - store.layout.sink, MAX_STEP))
@@ -261,7 +261,7 @@ class StepBuffer(Part):
             if plan != self.plan or self.tensor is None or self.tensor.device != store.device:
                 self._allocate(plan, store.device)
             assert self.state is not None, "made with the buffer"
-            store.move_into(self.state, plan.blocks)
+            store.adopt(in_buffer(store.state, self.state, plan.blocks))
             self._write_queries()
         except BaseException:
             # Out of memory, most likely. What the store holds is whole, wherever it lies.

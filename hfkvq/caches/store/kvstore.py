@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,13 +33,10 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count
 from hfkvq.kernels.masks import fold_mask
 from hfkvq.kernels.pages import PageFormat, RunView, Side
-from hfkvq.kernels.step import MAX_STEP, StepState
+from hfkvq.kernels.step import MAX_STEP
 
 from ..base import outside_inference_mode
 from ..schemes.base import Layout, Scheme, warn_of_unseen
-from . import accounting
-from .accounting import StoreBytes
-from .packing import unpacked
 from .routing import (
     ColumnTags,
     Route,
@@ -60,7 +56,6 @@ from .windows import (
     fill_windows,
     grow,
     grow_tail,
-    in_buffer,
     pages_for,
     tail_limits,
 )
@@ -236,13 +231,8 @@ class KVStore:
         Written where it belongs: to join the two would copy all that has been dequantized.
         """
         dense = self.dense(side, columns, back=back)
-        if not back:
-            new = kernels.hadamard(new, self.format.rotate_keys if side == "keys" else self.format.rotate_values)
-        dense[:, :, columns - new.shape[2] :] = new
+        dense[:, :, columns - new.shape[2] :] = new if back else self._rotated(new, side)
         return dense
-
-    def nbytes(self) -> StoreBytes:
-        return accounting.nbytes(self.state)
 
     def adopt(self, state: StoreState) -> None:
         """Holds what another state of the same format holds; this one's tensors are given up."""
@@ -259,9 +249,6 @@ class KVStore:
     def note_states(self, states: frozenset[RowState], foreseen: bool = True) -> None:
         """Notes what rows are like after recorded steps, which changed the tensors alone; ``foreseen``: as they do."""
         self.state = self.state.replace(states=states, history=followed(self.state.known, states) if foreseen else None)
-
-    def move_into(self, buffer: StepState, blocks: Sequence[int]) -> None:
-        self.state = in_buffer(self.state, buffer, blocks)
 
     def _rotated(self, x: Tensor, side: Side) -> Tensor:
         return kernels.hadamard(x, self.format.rotate_keys if side == "keys" else self.format.rotate_values)
@@ -281,14 +268,6 @@ class KVStore:
         self.state = self.state.replace(states=states, history=None)
         self.counters[START].add_(padding.lead)
         self.counters[LENGTH].add_(tokens - padding.lead)
-
-    def unpack(self, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Takes what another store of the same layout, rows and dtype has packed; the store is empty so far.
-
-        Raises:
-            ValueError: it does not fit.
-        """
-        self.state = unpacked(self.state, numbers, tensors)
 
     # Tokens arrive.
 

@@ -18,7 +18,7 @@ from hfkvq.kernels.pages import PageFormat, RunView, Side, StoreFormat
 from ..base import outside_inference_mode
 from .routing import read_counters
 from .row_lengths import RowState
-from .state import SIDES, StoreState, as_bytes, own_table
+from .state import SIDES, StoreState, as_bytes, token_axis
 
 Packed = tuple[dict[str, Any], dict[str, Tensor]]
 """Plain data, and tensors by name."""
@@ -75,8 +75,7 @@ def _clear(part: Tensor, name: str, fmt: PageFormat, side: Side, pages: Sequence
         # Whole pages or none are sealed.
         part[at[filled == 0]] = 0
         return
-    # Each token has a slot of its own: in rows of codes of keys, and of what is no integer; else along the last axis.
-    dim = 2 if name == "codes" and (side == "keys" or fmt.bits > 4) else 3
+    dim = token_axis(name, fmt, side)
     free = torch.arange(part.shape[dim], device=part.device) >= filled[:, None]
     part[at] = part[at].masked_fill(free[:, None, :, None] if dim == 2 else free[:, None, None, :], 0)
 
@@ -133,10 +132,9 @@ def unpacked(empty: StoreState, numbers: Mapping[str, Any], tensors: Mapping[str
             blocks = -(-int(counters[RUNS + 2 * r : RUNS + 2 * r + 2].max()) // formats[0].page_size)
             if count != empty.batch * empty.format.pages(blocks):
                 raise ValueError(f"run{r} has {count} pages, and its rows fill {blocks} blocks each")
-        table = own_table(empty.format, empty.batch, blocks, empty.device)
         slots = (empty.batch, blocks * formats[0].page_size)
         pos = None if empty.format.ordered else take(f"run{r}.pos", slots, torch.int32)
-        runs.append(RunView(table, pos, *sides))
+        runs.append(RunView(empty.own_table(blocks), pos, *sides))
     windows = [
         take(f"window{i}", (*window.shape[:2], window.shape[2] if i < 2 else -1, window.shape[3]), empty.dtype)
         for i, window in enumerate(empty.windows)

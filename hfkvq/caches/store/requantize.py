@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,25 +32,22 @@ from ..base import outside_inference_mode
 from ..schemes.base import Layout, Scheme
 from .kvstore import KVStore, write_pages
 from .row_lengths import RowState
-from .state import SIDES, StoreState, as_bytes
-
-if TYPE_CHECKING:
-    from .kvstore import KVStore
+from .state import SIDES, StoreState, as_bytes, token_axis
 
 
-def positions(store: KVStore | StoreState) -> Tensor:
+def positions(state: StoreState) -> Tensor:
     """Row position of every column of `sink | runs | tail`: i32 (B, N), `ABSENT` where there is no token."""
-    return column_positions(store.format, store.counters, store.runs, store.windows[2].shape[2], "keys")
+    return column_positions(state.format, state.counters, state.runs, state.windows[2].shape[2], "keys")
 
 
-def run_columns(store: KVStore | StoreState) -> list[tuple[int, int]]:
+def run_columns(state: StoreState) -> list[tuple[int, int]]:
     """Columns of each run and then of the tail: the first, and how many."""
-    found, at = [], store.format.sink
-    for view, (fmt, _) in zip(store.runs, store.format.runs, strict=True):
+    found, at = [], state.format.sink
+    for view, (fmt, _) in zip(state.runs, state.format.runs, strict=True):
         size = view.table.shape[1] * fmt.page_size
         found.append((at, size))
         at += size
-    return [*found, (at, store.windows[2].shape[2])]
+    return [*found, (at, state.windows[2].shape[2])]
 
 
 def gather(state: StoreState, side: Side, columns: Tensor, runs: Sequence[int]) -> Tensor:
@@ -85,11 +82,6 @@ def gather(state: StoreState, side: Side, columns: Tensor, runs: Sequence[int]) 
     return out
 
 
-def _token_axis(name: str, fmt: PageFormat, side: Side) -> int:
-    """The axis of a page's tensor (P, H, ...) that counts tokens, in formats per token."""
-    return 3 if name in ("scale", "zero") or (name == "codes" and side == "values" and fmt.bits < 8) else 2
-
-
 def gather_bits(view: RunView, fmt: PageFormat, side: Side, slots: Tensor) -> list[Tensor]:
     """Tokens of a run, as pages have them, bit for bit.
 
@@ -105,7 +97,7 @@ def gather_bits(view: RunView, fmt: PageFormat, side: Side, slots: Tensor) -> li
     slot = slots % fmt.page_size
     out = []
     for name, part in zip(fmt.names, view.keys if side == "keys" else view.values, strict=True):
-        axis = _token_axis(name, fmt, side)
+        axis = token_axis(name, fmt, side)
         tokens = as_bytes(part).movedim(axis, 1)[page, slot].movedim(1, axis)
         out.append(tokens.contiguous().view(part.dtype))
     return out
@@ -115,7 +107,7 @@ def as_pages(parts: Sequence[Tensor], fmt: PageFormat, side: Side, blocks: int) 
     """Result of `gather_bits`, cut into ``blocks`` pages a row: (B * blocks, H, ...)."""
     out = []
     for name, part in zip(fmt.names, parts, strict=True):
-        axis = _token_axis(name, fmt, side)
+        axis = token_axis(name, fmt, side)
         tokens = as_bytes(part).movedim(axis, -1)
         tokens = pad(tokens, (0, blocks * fmt.page_size - tokens.shape[-1]))
         tokens = tokens.unflatten(-1, (blocks, fmt.page_size)).movedim(-2, 1).flatten(0, 1).movedim(-1, axis)
@@ -268,7 +260,7 @@ def keep_tokens(store: KVStore, keep: Tensor, hold: int = 0, q_abs: Tensor | Non
     target = torch.where(keep[:, : state.longest], STAY, EVICT).to(torch.int8)
     where = None
     if not state.format.ordered:
-        where = positions(store)
+        where = positions(state)
         order = torch.where(where > ABSENT, where, LAST).argsort(1)[:, : target.shape[1]]
         target = torch.full_like(where, STAY, dtype=torch.int8).scatter_(1, order, target)
     return requantize(store, target, where, hold, q_abs)

@@ -15,7 +15,7 @@ from hfkvq.kernels.products import table_pages
 from ..base import outside_inference_mode
 from ..schemes.base import Layout, SideLayout
 from .row_lengths import RowState
-from .state import SIDES, PageWrite, StoreState, as_bytes, in_turn, own_table
+from .state import SIDES, PageWrite, StoreState, as_bytes, in_turn
 from .windows import enlarge, grow_tail, pages_for
 
 
@@ -67,7 +67,7 @@ def joined(states: Sequence[StoreState]) -> StoreState:
         ]
         slots, parts = blocks * one.format.runs[run][0].page_size, [view.pos for view in views]
         pos = torch.cat([part[:, :slots] for part in parts if part is not None]) if parts[0] is not None else None
-        runs.append(RunView(own_table(one.format, rows, blocks, one.device), pos, sides[0], sides[1]))
+        runs.append(RunView(one.own_table(blocks, rows), pos, sides[0], sides[1]))
     return one.replace(
         counters=torch.cat([state.counters for state in states], 1),
         dropped=torch.cat([state.dropped for state in states]),

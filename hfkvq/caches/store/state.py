@@ -29,11 +29,9 @@ def as_bytes(part: Tensor) -> Tensor:
     return part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
 
 
-def own_table(store: StoreFormat, rows: int, blocks: int, device: torch.device) -> Tensor:
-    """Table i32 (rows, blocks) of pages that lie row by row; see `StoreFormat.ring`."""
-    pages = store.pages(blocks)
-    table = torch.arange(rows * pages, dtype=torch.int32, device=device).view(rows, pages)
-    return in_turn(table, blocks)
+def token_axis(name: str, fmt: PageFormat, side: Side) -> int:
+    """The axis of a page's tensor (P, H, ...) that counts tokens, in formats per token."""
+    return 3 if name in ("scale", "zero") or (name == "codes" and side == "values" and fmt.bits < 8) else 2
 
 
 def in_turn(table: Tensor, blocks: int) -> Tensor:
@@ -111,9 +109,11 @@ class StoreState:
         ]
         return state.replace(runs=runs, history=EMPTY if routed else None)
 
-    def own_table(self, blocks: int) -> Tensor:
+    def own_table(self, blocks: int, rows: int | None = None) -> Tensor:
         """i32 (B, blocks): pages row by row, which blocks of a row take in turn where there is a window."""
-        return own_table(self.format, self.batch, blocks, self.device)
+        rows, pages = self.batch if rows is None else rows, self.format.pages(blocks)
+        table = torch.arange(rows * pages, dtype=torch.int32, device=self.device)
+        return in_turn(table.view(rows, pages), blocks)
 
     def pages(self, fmt: PageFormat, side: Side, count: int) -> list[Tensor]:
         """Tensors of so many pages; see `PageFormat.allocate`."""
