@@ -55,9 +55,6 @@ AHEAD = 0.125
 LEAST_STEPS = 1024
 """Fewest captured steps that a step down makes room for, so that a change of all layers is a small share of them."""
 
-EVICTS = ("snapkv",)
-"""Schemes by which a cache may forget tokens once the ladder ends."""
-
 logger = logging.getLogger(__name__)
 
 ORDER_KIND = "hfkvq order"
@@ -199,20 +196,6 @@ def parse_memory(memory: Any, device: torch.device) -> int:
     return parse_size(memory, "memory")
 
 
-def parse_evict(evict: str | None) -> SnapKV | None:
-    """Scheme by which a cache may forget tokens; None for one that keeps all."""
-    if evict is None:
-        return None
-    if evict not in EVICTS:
-        raise ValueError(
-            f"evict: got {evict!r}, allowed 'snapkv', or None for a cache that keeps all tokens and raises an error "
-            "where they do not fit; other schemes that evict are presets of their own, without memory=."
-        )
-    found = get_scheme(evict)
-    assert isinstance(found, SnapKV), "checked above"
-    return found
-
-
 class Budget:
     """The budget of one cache, and where each layer stands on the ladder.
 
@@ -232,7 +215,12 @@ class Budget:
         order: Iterable[tuple[int, str]] | str | Path | None = None,
         evict: str | None = None,
     ) -> None:
-        self.limit, self.layers, self.dim, self.evict = limit, layers, dim, parse_evict(evict)
+        if evict not in (None, "snapkv"):
+            raise ValueError(
+                f"evict: got {evict!r}, allowed 'snapkv', or None for a cache that keeps all tokens and raises an "
+                "error where they do not fit; other schemes that evict are presets of their own, without memory=."
+            )
+        self.limit, self.layers, self.dim, self.evict = limit, layers, dim, SnapKV() if evict else None
         self.ladder = [get_scheme(scheme) for scheme in (LADDER if dim % 8 == 0 else (*LADDER[:-1], "best-2.5"))]
         self.sink = max(scheme.layout(dim, dim).sink for scheme in self.ladder)
         self.rungs: Rungs = ((0, 0),) * layers
@@ -685,8 +673,7 @@ class Budget:
         found: Mapping[int, Any] = {} if model is None else measure(model, cache.config)
         number = cache._compressed[index]
         if number in found:
-            dim = found[number].mean.shape[1]
-            made = found[number].smoothing(scheme.layout(dim, dim))
+            made = found[number].smoothing(scheme)
         elif keys is None:
             return None
         else:

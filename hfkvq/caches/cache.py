@@ -26,7 +26,7 @@ from .base.config_switch import NAME, add_cache, restore, switch
 from .base.model_calls import CallInterceptor, intercept, is_inside_call
 from .base.model_config import attention_shape, head_dim_of, hinders_eviction, stock_layers, text_config
 from .base.recorded import DeviceSync, is_captured, is_recorded, uneven
-from .budget import Budget, parse_evict, parse_memory
+from .budget import Budget, parse_memory
 from .cache_file import below, packed_layer, read_file, unpack_layer, write_file
 from .compile import compile_kernels
 from .layer_state.query_statistics import QueryStatistics
@@ -176,11 +176,7 @@ class MixedKVCache(Cache):
         if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 <= headroom <= 4:
             raise ValueError(f"headroom: got {headroom!r}, allowed a number from 0 to 4, e.g. 0.25.")
         text = text_config(config)
-        if evict is not None:
-            _check_evict(evict, memory, max_cache_len, text)
-        self.budget = None if memory is None else _budget_of(memory, order, evict, text, device_of(model_or_config))
-        if order is not None and memory is None:
-            raise ValueError("order: got one without memory=, which says when layers go down; pass memory='6GiB'.")
+        self.budget = _budget_of(memory, order, evict, max_cache_len, text, device_of(model_or_config))
         if self.budget is not None:
             _take_no_scheme(scheme, layers, knobs, self.budget, attach and not debug, offloading)
             self.preset = self.budget.preset()
@@ -408,10 +404,8 @@ class MixedKVCache(Cache):
         found = {} if model is None else measure(model, self.config)
         for i, layer in layers.items():
             if layer.smooths and not layer.seen and layer.smoothing is None:
-                layer.smoothing, layer.smooths_by_prompt = None, i not in found
-                if i in found:
-                    dim = found[i].mean.shape[1]
-                    layer.smoothing = found[i].smoothing(layer.scheme.layout(dim, dim))
+                layer.smoothing = found[i].smoothing(layer.scheme) if i in found else None
+                layer.smooths_by_prompt = layer.smoothing is None
         if found:
             schemes = {i: layer.scheme for i, layer in layers.items()}
             warn_of_noise(self.preset.scheme.name, schemes, model, self.config)
@@ -850,19 +844,20 @@ class MixedKVCache(Cache):
         raise TypeError(f"{type(self).__name__}: caches are not pickled; cache.save(path) and load keep one.")
 
 
-def _check_evict(evict: Any, memory: Any, capacity: int | None, text: PreTrainedConfig) -> None:
-    """Raises ValueError where a cache cannot forget tokens by a budget."""
-    parse_evict(evict)
+def _budget_of(
+    memory: Any, order: Any, evict: Any, capacity: int | None, text: PreTrainedConfig, device: torch.device
+) -> Budget | None:
+    """The budget of a cache of a model of this text config; None without ``memory``."""
     why = "without memory=, which says when tokens go" if memory is None else None
     why = "with max_cache_len, whose widths are chosen at once for the whole capacity" if capacity is not None else why
-    hinders = hinders_eviction(text)
+    hinders = None if evict is None else hinders_eviction(text)
     why = f"for {text.model_type}, which {hinders}" if hinders else why
-    if why is not None:
+    if evict is not None and why is not None:
         raise ValueError(f"evict: got {evict!r} {why}; leave evict= out, or pass memory= and no max_cache_len.")
-
-
-def _budget_of(memory: Any, order: Any, evict: str | None, text: PreTrainedConfig, device: torch.device) -> Budget:
-    """The budget of a cache of a model of this text config."""
+    if memory is None and order is not None:
+        raise ValueError("order: got one without memory=, which says when layers go down; pass memory='6GiB'.")
+    if memory is None:
+        return None
     dim = head_dim_of(text)
     if dim is None:
         raise ValueError(f"memory: {text.model_type} has heads of no one dimension; choose a scheme, e.g. 'best-3.4'.")

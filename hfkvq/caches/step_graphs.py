@@ -494,8 +494,8 @@ class StepGraphs:
         sync.stale = True
         try:
             out = run()
-            sync.count(step.tokens)
-            sync.stale = False
+            sync.ahead += step.tokens
+            sync.peak, sync.stale = max(sync.peak, sync.ahead), False
         except BaseException:
             sync.stale = True
             cache.level_pages(before)

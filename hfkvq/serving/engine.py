@@ -361,11 +361,8 @@ class CompressedManager(ContinuousBatchingManager):
                 "be wrong (see `hfkvq doctor`); the scheme 'best-4.3' does without.", self.name,
             )  # fmt: skip
         warn_of_noise(self.name, dict(enumerate(schemes)), self.model, text_config(self.model.config))
-        dim = {layer: own.mean.shape[1] for layer, own in found.items()}
         return {
-            layer: found[layer].smoothing(schemes[layer].layout(dim[layer], dim[layer])).to(self.model.device)
-            for layer in wanted
-            if layer in found
+            layer: found[layer].smoothing(schemes[layer]).to(self.model.device) for layer in wanted if layer in found
         }
 
 

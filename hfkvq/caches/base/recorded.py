@@ -128,11 +128,6 @@ class DeviceSync(Group):
         new.buffers = None
         return new
 
-    def count(self, tokens: int) -> None:
-        """Notes a graph step of so many tokens."""
-        self.ahead += tokens
-        self.peak = max(self.peak, self.ahead)
-
     def apply_graph_steps(self) -> None:
         """Tells the layers of graph steps; asks the device nothing."""
         if self.peak:

@@ -15,7 +15,7 @@ from ..base import outside_inference_mode
 from ..schemes.score_inputs import evidence_of, prompt_candidates, tier_widths
 from ..store import KVStore, StoreState
 from ..store.packing import Packed
-from ..store.requantize import EVICT, STAY, positions, requantize, requantized, run_columns
+from ..store.requantize import EVICT, STAY, positions, requantized, run_columns
 from ..store.rows import joined, part, used_blocks
 from ..store.windows import pages_for
 from .evictor import Eviction, QueryWindow, keep, store_choice, stored_evidence, token_order
@@ -219,7 +219,9 @@ class TierEvictor(Eviction):
         left = None
         if over.any():
             target, left = self.targets(store.state, scores, self.share(), over, prompt, where, order, final)
-            requantize(store, target, where)
+            done = requantized(store.state, store.layout, store.scheme, target, where)
+            if done is not None:
+                store.adopt(done.state)
             layer.evicted = True
             layer.edition += 1
             self.provisional = over & prompt if not final else None

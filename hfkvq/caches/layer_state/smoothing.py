@@ -142,23 +142,28 @@ class Measured:
     query: Tensor | None
     smoothings: list[KeySmoothing] = field(default_factory=list)
 
-    def smoothing(self, layout: Layout) -> KeySmoothing:
-        """The vectors for a layer of this layout."""
-        return self.smoothings[layout.keys.rotate > 0]
+    def layout(self, scheme: Scheme) -> Layout:
+        """The layout of a layer of this scheme."""
+        return scheme.layout(self.mean.shape[1], self.mean.shape[1])
 
-    def logit_noise(self, layout: Layout, smoothed: bool) -> Tensor | None:
+    def smoothing(self, scheme: Scheme) -> KeySmoothing:
+        """The vectors for a layer of this scheme."""
+        return self.smoothings[self.layout(scheme).keys.rotate > 0]
+
+    def logit_noise(self, scheme: Scheme) -> Tensor | None:
         """Standard deviation of what rounding keys adds to a logit, by estimate: f32 (H,).
 
         A step is 1/15 (4 bits) of the range of what shares a scale, errors are even within it, and each is weighed by
         its query channel: ``sqrt(Σ step² / 12 · q² / D)``. None where channels are not mixed (`layers_that_mix`),
         or queries are not known.
         """
+        layout = self.layout(scheme)
         own = _mixing(layout)
         if not own or self.query is None:
             return None
         mean, deviation, near, query = self.mean, self.deviation, self.near, self.query
-        if smoothed:
-            shift, factor, scale = self.smoothing(layout).vectors
+        if scheme.smooths_keys:
+            shift, factor, scale = self.smoothing(scheme).vectors
             mean, query = (mean - shift) * factor, query * scale
             deviation, near = deviation * factor, near * factor
         block, noises = layout.keys.rotate, []
@@ -298,7 +303,7 @@ def is_smoothed_by(cache: Any, model: Any) -> bool:
     if any(layer.smoothing is None or i not in own for i, layer in layers.items()):
         return False
     # Vectors that were measured before the model moved are on the former device.
-    pairs = [(x.smoothing, own[i].smoothing(x.store.layout).to(x.smoothing.vectors.device)) for i, x in layers.items()]
+    pairs = [(x.smoothing, own[i].smoothing(x.scheme).to(x.smoothing.vectors.device)) for i, x in layers.items()]
     return all(torch.equal(held.vectors, measured.vectors) for held, measured in pairs)
 
 
@@ -319,8 +324,7 @@ def warn_of_noise(name: str, schemes: Mapping[int, Scheme], model: Any, config: 
         judged.add(preset)
     for layer, scheme in schemes.items():
         if layer in found and layer in mixing:
-            dim = found[layer].mean.shape[1]
-            noise = found[layer].logit_noise(scheme.layout(dim, dim), scheme.smooths_keys)
+            noise = found[layer].logit_noise(scheme)
             noises += [] if noise is None else [noise.cpu()]
     noise = float(torch.cat(noises).square().mean().sqrt()) if noises else 0.0
     if noise > NOISY:

@@ -1,7 +1,7 @@
 """Requantization: tokens that are stored already change their run, or are forgotten.
 
-`keep_tokens` forgets all tokens but some; `requantize` gives each token a run, or forgets it. Both are one operation,
-`requantized`, which makes a new state of the old one and asks the device once.
+`requantized` gives each token a run, or forgets it: it makes a new state of the old one and asks the device once. By it
+`keep_tokens` forgets all tokens but some.
 
 - A token that stays in a run whose formats are per token keeps its bits. One that comes from elsewhere is dequantized
   and quantized again.
@@ -247,8 +247,7 @@ def keep_tokens(store: KVStore, keep: Tensor, hold: int = 0, q_abs: Tensor | Non
     Args:
         store: whose tokens they are; of a headwise one, rows are KV heads.
         keep: bool (B, n), of each row's tokens, oldest first; n at least the longest row, padding does not count.
-        hold: newest tokens that must stay unsealed, beyond what the layout says.
-        q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
+        hold: see `KVStore`; so is ``q_abs``.
 
     Returns:
         Whether any token was forgotten.
@@ -263,19 +262,10 @@ def keep_tokens(store: KVStore, keep: Tensor, hold: int = 0, q_abs: Tensor | Non
         where = positions(state)
         order = torch.where(where > ABSENT, where, LAST).argsort(1)[:, : target.shape[1]]
         target = torch.full_like(where, STAY, dtype=torch.int8).scatter_(1, order, target)
-    return requantize(store, target, where, hold, q_abs)
-
-
-@outside_inference_mode
-def requantize(
-    store: KVStore, target: Tensor, where: Tensor | None, hold: int = 0, q_abs: Tensor | None = None
-) -> bool:
-    """Gives a store what `requantized` makes of it; whether any token has moved or was forgotten."""
-    done = requantized(store.state, store.layout, store.scheme, target, where, hold, q_abs)
-    if done is None:
-        return False
-    store.state = done.state
-    return True
+    done = requantized(state, store.layout, store.scheme, target, where, hold, q_abs)
+    if done is not None:
+        store.adopt(done.state)
+    return done is not None
 
 
 class Requantized(NamedTuple):
@@ -292,6 +282,7 @@ class Requantized(NamedTuple):
     held: list[list[int]]
 
 
+@outside_inference_mode
 def requantized(
     state: StoreState,
     layout: Layout,
