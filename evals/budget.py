@@ -41,7 +41,7 @@ from transformers import Cache, DynamicCache
 from evals.layerwise import gain_of
 from evals.shapes import build, get_config
 from hfkvq import MixedKVCache
-from hfkvq.caches.budget import ORDER_KIND, Budget, Move, Rungs, Shape, layer_bytes
+from hfkvq.caches.budget import ORDER_KIND, Budget, Rungs, Shape, layer_bytes
 from hfkvq.caches.eviction.forgetting import page_size
 from hfkvq.caches.schemes.preset import Preset, get_preset
 from hfkvq.caches.step_graphs import StepGraphs
@@ -386,23 +386,20 @@ def tune_order(objective: Objective, layers: int, dim: int) -> list[tuple[int, S
     middle = budget.scheme(0, (1, 1))
     start, own = objective(Preset(middle)), Preset(middle).by_layer(layers)
     # Layers in which a preset differs have rungs of their own; the middle rung is alike in all.
-    last = {(move.layer, move.side): move.rung for move in budget.moves}
+    last = {(layer, side): rung for layer, side, rung in budget.moves}
     near = max(range(layers), key=lambda layer: sum(last.get((layer, side), 0) for side in SIDES))
-    prices: dict[Move, float] = {}
-    for move in budget.moves:
-        layer, side, rung = move
+    prices: dict[tuple[int, str, int], float] = {}
+    for layer, side, rung in budget.moves:
         # A step to the middle rung is measured from above.
         other = 0 if rung == 1 else rung
         scheme = budget.scheme(near, (other, 1) if side == "keys" else (1, other))
         score = objective(Preset.of_layers(middle, [*own[:layer], scheme, *own[layer + 1 :]]))
         loss = gain_of(objective, score, start) * (1 if rung == 1 else -1)
         saved = budget.bits(layer, side, rung - 1) - budget.bits(layer, side, rung)
-        prices[move] = max(loss, 0.0) / saved
-        if rung > 1:
-            # A side comes to a rung by the one above.
-            prices[move] = max(prices[move], prices[move._replace(rung=rung - 1)])
+        # A side comes to a rung by the one above.
+        prices[layer, side, rung] = max(loss / saved, prices.get((layer, side, rung - 1), 0.0))
     # Equal prices go by depth, as the moves do: sorting keeps their order.
-    return [(move.layer, move.side) for move in sorted(budget.moves, key=lambda move: (prices[move], move.rung))]
+    return [(layer, side) for layer, side, _ in sorted(budget.moves, key=lambda move: (prices[move], move[2]))]
 
 
 def main() -> None:

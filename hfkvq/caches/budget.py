@@ -70,14 +70,6 @@ Rooms = Callable[[Place], Sequence[int]]
 """Tokens of a row to try to have room for, the best first."""
 
 
-class Move(NamedTuple):
-    """A step down: a layer's keys or values come to a rung."""
-
-    layer: int
-    side: Side
-    rung: int
-
-
 class Shape(NamedTuple):
     """Shape of the layers' stores.
 
@@ -203,7 +195,7 @@ class Budget:
         limit: most bytes that the cache holds.
         evict: scheme by which tokens are forgotten once the ladder ends; None where an error is raised then.
         ladder: schemes, widest first.
-        moves: steps down, in the order in which they are made.
+        moves: steps down, in the order in which they are made: layer, "keys" or "values", and rung to come to.
         rungs: where each layer's keys and values stand.
     """
 
@@ -231,9 +223,9 @@ class Budget:
     def __repr__(self) -> str:
         return f"Budget({format_bytes(self.limit)})"
 
-    def _moves(self, order: Sequence[tuple[int, str]]) -> list[Move]:
+    def _moves(self, order: Sequence[tuple[int, str]]) -> list[tuple[int, str, int]]:
         """Moves of an order; a rung of no fewer bits than the one above is passed over."""
-        found: list[Move] = []
+        found: list[tuple[int, str, int]] = []
         stand: dict[tuple[int, str], int] = {}
         for layer, side in order:
             if side not in SIDES or type(layer) is not int or not 0 <= layer < self.layers:
@@ -245,7 +237,7 @@ class Budget:
             width = self.bits(layer, side, now)
             down = next((r for r in range(now + 1, len(self.ladder)) if self.bits(layer, side, r) < width), None)
             if down is not None:
-                found.append(Move(layer, side, down))
+                found.append((layer, side, down))
                 stand[layer, side] = down
         return found
 
@@ -512,15 +504,6 @@ class Budget:
             self.limit = before
             raise
 
-    def check_held(self, cache: Any) -> None:
-        """Raises ValueError if a cache that has been read from a file holds more than the budget."""
-        size = cache.memory().total
-        if size > self.limit:
-            raise ValueError(
-                f"memory: the cache takes {format_bytes(size)}, but the budget is {format_bytes(self.limit)}; load it "
-                "with more, and set memory_limit then"
-            )
-
     def _shape(self, cache: Any, keys: Tensor | None) -> Shape:
         first: KVLayer = cache.compressed_layers[0]
         hold, buffer = first.hold, first.buffer
@@ -609,9 +592,9 @@ class Budget:
     def _go(self, cache: Any, shape: Shape, rungs: Rungs, room: int) -> None:
         """Takes all layers to these rungs, and to buffers of this room; those that become smaller go first."""
         schemes = self.schemes(rungs)
-        # Kernels that a step would compile one by one; mostly they are there already, see `compile_ladder`.
+        # Kernels that a step would compile one by one; mostly they are there already.
         new = [x for x, layer in zip(schemes, cache.compressed_layers, strict=True) if x != layer.scheme]
-        self._compile(cache, new, cache.compressed_layers[0].held().windows[2], later=False)
+        self.compile_ladder(cache, cache.compressed_layers[0].held().windows[2], new)
         layers = list(enumerate(zip(cache.compressed_layers, schemes, strict=True)))
         if shape.gone and not any(layer.gone for layer in cache.compressed_layers):
             self._warn(cache._sync.seen)
@@ -639,16 +622,14 @@ class Budget:
             self.rungs = tuple(to if layer.scheme == scheme else here for layer, scheme, to, here in ends)
             cache.preset = self.preset()
 
-    def compile_ladder(self, cache: Any, keys: Tensor) -> None:
-        """Has a thread compile kernels of the rungs to come, in their order, while there is room.
+    def compile_ladder(self, cache: Any, keys: Tensor, schemes: Iterable[Scheme] | None = None) -> None:
+        """Compiles kernels of schemes; None for the rungs to come, in their order, by a thread while there is room.
 
         Args:
             keys: (B, H, t, D) of the first layer.
         """
-        self._compile(cache, (x for rungs in self.down() for x in self.schemes(rungs)), keys, later=True)
-
-    def _compile(self, cache: Any, schemes: Iterable[Scheme], keys: Tensor, later: bool) -> None:
-        fused = cache.graphs is not None and cache.graphs.fuses
+        fused, later = cache.graphs is not None and cache.graphs.fuses, schemes is None
+        schemes = (x for rungs in self.down() for x in self.schemes(rungs)) if schemes is None else schemes
         compile_rungs(cache.config, schemes, keys, cache.compressed_layers[0].record_past, fused, later=later)
 
     def _warn(self, tokens: int) -> None:

@@ -36,7 +36,7 @@ from .layers import transactions
 from .layers.build import build_layers, is_attachable, seen_by
 from .layers.handle import dense_of
 from .layers.layer import KVLayer
-from .layers.memory import MemoryReport, memory_of
+from .layers.memory import MemoryReport, format_bytes, memory_of
 from .layers.recurrent import RecurrentLayer, StatePlaces
 from .schemes.base import Scheme
 from .schemes.eviction import EvictionScheme, warn_of_loss
@@ -206,7 +206,7 @@ class MixedKVCache(Cache):
         self._updated = -1
         if made.sync is not None:
             made.sync.headroom = headroom
-        self.graphs = self._new_graphs() if made.captured else None
+        self.graphs = StepGraphs(self) if made.captured else None
         if attach and made.compressed:  # Masks of other models stay as they are, too: Moshi's do not slide.
             switch(text, self)
         if isinstance(model_or_config, torch.nn.Module):
@@ -807,7 +807,12 @@ class MixedKVCache(Cache):
         except RuntimeError as error:
             raise ValueError(str(error)) from error
         if self.budget is not None:
-            self.budget.check_held(self)
+            size, limit = self.memory().total, self.budget.limit
+            if size > limit:
+                raise ValueError(
+                    f"memory: the cache takes {format_bytes(size)}, but the budget is {format_bytes(limit)}; load it "
+                    "with more, and set memory_limit then"
+                )
 
     def _packed_beside(self) -> dict[str, Packed]:
         """Contents of the cache beside its layers, by name."""
@@ -831,13 +836,8 @@ class MixedKVCache(Cache):
         add_cache(self.config, new)
         new.budget = copy.copy(self.budget)
         if self.graphs is not None:
-            new.graphs = new._new_graphs()
+            new.graphs = StepGraphs(new)
         return new
-
-    def _new_graphs(self) -> StepGraphs:
-        sync = self._sync
-        assert sync is not None, "steps were captured"
-        return StepGraphs(self, self.preset, sync, self.budget is None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises TypeError: files are the one way to keep a cache, and nothing in them is unpickled."""

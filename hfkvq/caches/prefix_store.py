@@ -603,10 +603,7 @@ class PrefixStore:
         if len(ids) < held:
             raise ValueError(f"token_ids: got {len(ids)}, allowed {held} or more, an id for each cached token.")
         ids = ids[:held]
-        if (
-            self._other_than_text
-            and torch.isin(ids, torch.tensor(self._other_than_text, dtype=torch.int64, device="cpu")).any()
-        ):
+        if torch.isin(ids, torch.tensor(self._other_than_text, dtype=torch.int64, device="cpu")).any():
             raise ValueError(
                 "token_ids: got placeholders of images, video or sound, which do not say what was shown; keep such "
                 "caches with cache.save(path)."

@@ -1,9 +1,8 @@
 """Decode steps from CUDA graphs: the first step of a shape runs in Python, the next is captured, the rest replay it.
 
-Every call of the model comes by: PyTorch asks a module for a replacement of its call (``Module.compile`` puts one
-there), and `CallInterceptor` is the replacement of models that are given our caches. So every mode of `generate`, and
-loops of users' own, have their steps replayed, and no model code is changed. What is no step, or cannot be captured,
-goes on to the model as it came.
+Every call of the model comes by (`hfkvq.caches.base.model_calls`). So every mode of `generate`, and loops of users'
+own, have their steps replayed, and no model code is changed. What is no step, or cannot be captured, goes on to the
+model as it came.
 
 A graph writes to addresses, so a cache owns its buffers and graphs together. An empty cache takes over those that the
 last cache of its kind has left; every other cache makes its own.
@@ -27,7 +26,7 @@ from hfkvq.kernels.step import MAX_STEP, Ahead, Allocation, buffer_bytes, copied
 from .base import read_switch, warn_once
 from .base.capture import RECORDERS, NumbersOnDevice
 from .base.model_calls import CACHE_NAMES, CallInterceptor, forward_parameters, inside_call, with_cache
-from .base.recorded import DeviceSync, recording
+from .base.recorded import recording
 from .fused_modules import DEVICES, Fusion
 from .layer_state.base import ROLLBACK, unchanged_on_error
 from .steps.step_buffer import StepBuffer
@@ -205,9 +204,7 @@ class StepGraphs:
     """The graphs of one cache, and the buffers of its layers.
 
     Args:
-        cache: a `MixedKVCache`.
-        preset: of the cache, by name and knobs.
-        leaves: whether the buffers of a cache that is gone are left to the next one; not where bytes are counted.
+        cache: a `MixedKVCache`. Once it is gone its buffers are left to the next one, but not where bytes are counted.
 
     Attributes:
         fuses: whether modules around attention are fused in captured steps.
@@ -215,18 +212,18 @@ class StepGraphs:
         states: recurrent ones, of the cache.
     """
 
-    def __init__(self, cache: Any, preset: Any, sync: DeviceSync, leaves: bool = True) -> None:
+    def __init__(self, cache: Any) -> None:
         self.fuses = read_switch("HFKVQ_FUSION", True, "modules of captured steps are fused")
-        self.sync = sync
-        sync.captured = True
+        self.sync = sync = cache._sync
+        leaves, sync.captured = cache.budget is None, True
         # Reason of the last capture that failed.
         self._why = ""
         self._failed: dict[Any, str] = {}
         # The newest graph, whose memory the next one takes: PyTorch sets aside what the last graph of a pool leaves.
         self._newest: Any = None
-        self._preset = repr(preset)
+        self._preset = repr(cache.preset)
         offloaded = [member.layer.offloaded for member in sync.members]
-        kind = repr((preset, sync.first.layer.capacity, offloaded))
+        kind = repr((cache.preset, sync.first.layer.capacity, offloaded))
         self.spare = SpareBuffers.of(cache.config, kind) if leaves else SpareBuffers(cache.config)
         self.states = cache.states
         if sync.first.layer.capacity is None and leaves:

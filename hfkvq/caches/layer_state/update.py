@@ -118,10 +118,6 @@ class PaddingReader:
         self._key: tuple[int, int, int] | None = None
         self.found: Padding | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PaddingReader:
-        """A fresh reader: it holds nothing worth copying."""
-        return PaddingReader()
-
     def read(self, mask: Tensor, seen: int, tokens: int, lengths: Tensor) -> Padding | None:
         """Padding among the newest ``tokens`` of ``seen`` columns, or None. Asks the device, once for each mask.
 

@@ -106,9 +106,6 @@ class LazyKV(torch.Tensor):
             )
         return self._layer
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Everything happens in ``__new__``."""
-
     def __repr__(self) -> str:  # type: ignore[override]
         """Side and logical shape; never the data."""
         return f"LazyKV({self.side}, {tuple(self.shape)})"

@@ -38,21 +38,18 @@ from . import transactions
 from .handle import LazyKV, refuse_gradient
 
 
-class _Dense:
+def _dense(side: Side) -> property:
     """Dequantized keys or values (B, H, seen, D), or a first prompt's own; None before the first update."""
 
-    def __init__(self, side: Side) -> None:
-        self.side: Side = side
-
-    def __get__(self, layer: KVLayer | None, owner: type | None = None) -> Any:
-        if layer is None:
-            return self
+    def held(layer: KVLayer) -> Tensor | None:
         layer.catch_up()
-        return layer.dense(self.side) if layer.seen else None
+        return layer.dense(side) if layer.seen else None
 
-    def __set__(self, layer: KVLayer, value: Any) -> None:
+    def refuse(layer: KVLayer, value: Any) -> None:
         if value is not None:
-            raise AttributeError(f"{self.side}: pages cannot be assigned; use update().")
+            raise AttributeError(f"{side}: pages cannot be assigned; use update().")
+
+    return property(held, refuse)
 
 
 class KVLayer(CacheLayerMixin):
@@ -104,8 +101,7 @@ class KVLayer(CacheLayerMixin):
     supports_early_init = True
     is_croppable = True  # type: ignore[assignment]
 
-    keys = _Dense("keys")  # type: ignore[assignment]
-    values = _Dense("values")  # type: ignore[assignment]
+    keys, values = _dense("keys"), _dense("values")  # type: ignore[assignment]
 
     dtype: torch.dtype
     device: torch.device
@@ -743,6 +739,7 @@ class KVLayer(CacheLayerMixin):
         if self.store is not None:
             new.store = copy.deepcopy(self.store, memo)
         new.record, new.queries = copy.deepcopy(self.record, memo), copy.deepcopy(self.queries, memo)
+        # Readers hold nothing worth copying.
         new.reader = memo.setdefault(id(self.reader), PaddingReader())  # type: ignore[assignment]
         if self.staged is not None:
             new.staged = (self.staged[0].clone(), self.staged[1].clone())

@@ -18,11 +18,11 @@ from .recurrent import RecurrentLayer, StatePlaces
 
 def format_bytes(count: float) -> str:
     """``1234567`` as ``1.18 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
         count /= 1024
-    raise AssertionError
+    return f"{count:.2f} GiB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ Invariants, each with a test:
 8. Leading padding is not stored at all; a padded column within a row holds the vector of a real neighbour that came
    with it and widens no scale. Columns that come without any real token of their row are stored as they are.
 
-The host never asks the device how long a row is: it keeps the set of lengths that rows *may* have (one for every
-amount of padding in the batch), which says whether a seal is due and how much room to reserve.
+The host never asks the device how long a row is: see `hfkvq.caches.store.row_lengths`.
 """
 
 from __future__ import annotations
