@@ -650,7 +650,7 @@ class Budget:
             return None
         if layer.smoothing is not None:
             return layer.smoothing
-        model = None if cache._model is None else cache._model()
+        model = cache._model()
         found: Mapping[int, Any] = {} if model is None else measure(model, cache.config)
         number = cache._compressed[index]
         if number in found:

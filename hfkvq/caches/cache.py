@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,7 +202,7 @@ class MixedKVCache(Cache):
         held = {i: made.layers[i] for i in made.compressed}
         mixing = layers_that_mix({i: x.scheme for i, x in held.items() if not x.holds_latents}, head_dim_of(text))
         self._rounding = tuple(i for i, x in held.items() if x.smooths or i in mixing)
-        self._model: weakref.ref[torch.nn.Module] | None = None
+        self._model: Callable[[], torch.nn.Module | None] = lambda: None
         self._updated = -1
         if made.sync is not None:
             made.sync.headroom = headroom
@@ -257,7 +257,7 @@ class MixedKVCache(Cache):
             self.config = text
         if self._attachable and self._compressed:
             switch(self.config, self)
-        model = self._model() if model is None and self._model is not None else model
+        model = self._model() if model is None else model
         if model is not None:
             self._meet(model)
 
@@ -395,7 +395,7 @@ class MixedKVCache(Cache):
     def _find_smoothing(self) -> None:
         """Gives empty layers the vectors of their model, if it is known; else they take those of their first prompt."""
         layers: dict[int, Any] = {i: self.layers[i] for i in self._rounding}
-        model = None if self._model is None else self._model()
+        model = self._model()
         if self.budget is not None and not self.compressed_layers[0].seen and model is not None:
             # Layers are smoothed once they go down; the model must not be called between its layers.
             measure(model, self.config)
@@ -412,7 +412,7 @@ class MixedKVCache(Cache):
 
     def _warn_of_unknown_model(self, device: torch.device) -> None:
         """Says once what is lost where the model that calls is not the one that the cache knows."""
-        model = None if self._model is None else self._model()
+        model = self._model()
         # The user has compiled a model that has another replacement of its call.
         bypassed = model is None or (isinstance(model._compiled_call_impl, CallInterceptor) and not is_inside_call())
         lost = []
@@ -559,8 +559,7 @@ class MixedKVCache(Cache):
     def memory_limit(self, memory: int | str) -> None:
         if self.budget is None:
             raise ValueError("memory_limit: this cache was made without memory=, so its scheme stays; make another.")
-        model = None if self._model is None else self._model()
-        self.budget.set_limit(self, parse_memory(memory, device_of(model)))
+        self.budget.set_limit(self, parse_memory(memory, device_of(self._model())))
 
     @property
     def evicted(self) -> int:

@@ -23,9 +23,6 @@ from .schemes.preset import Preset
 
 logger = logging.getLogger(__name__)
 
-COMPILING = "compiling kernels"
-"""Text of progress while kernels are compiled."""
-
 FAILED = "Kernels were not compiled ahead (%s); each is compiled when it is launched first."
 
 
@@ -118,11 +115,11 @@ def compile_ahead(
     CPU. A failure is a warning, since each launch compiles what it misses, and raises what is wrong.
 
     ``steps`` are tokens of the steps that come, as far as they are known, up to 16; those of one token are compiled in
-    any case. ``tell`` is told `COMPILING` before it begins.
+    any case. ``tell`` is told that it begins.
     """
     if model.device.type != "cuda":
         return
-    tell(COMPILING)
+    tell("compiling kernels")
     try:
         count = len(stock_layers(text_config(model.config)))
         schemes = [scheme for preset in presets for scheme in preset.by_layer(count)]

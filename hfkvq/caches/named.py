@@ -208,7 +208,7 @@ class TriAxialCache(NamedCache, preset="triaxial"):
 
         Neither keeps the other alive.
         """
-        if self._model is None or self._model() is not model:
+        if self._model() is not model:
             self._watch(model)
         super()._meet(model)
 
@@ -318,7 +318,7 @@ class TriAxialCache(NamedCache, preset="triaxial"):
         new = super().__deepcopy__(memo)
         assert isinstance(new, TriAxialCache)
         new.tokens = copy.deepcopy(self.tokens, memo)
-        model = None if self._model is None else self._model()
+        model = self._model()
         if model is not None:
             new._watch(model)
         return new

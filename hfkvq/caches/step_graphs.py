@@ -169,9 +169,6 @@ def _where(device: torch.device) -> tuple[int, int]:
 TRIES = 2
 """Captures of a step that may fail before it stays in Python: the first may fail for what it finds unprepared."""
 
-_KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
-"""Arguments that say of each token whether it is text or of an image."""
-
 # One thread at a time: graphs share the memory of what they compute in between.
 _LOCK = threading.RLock()
 
@@ -344,9 +341,9 @@ class StepGraphs:
                 return f"its argument {name} is a {type(x).__name__}"
         if rest.get("output_attentions") or getattr(model.config, "output_attentions", False):
             return "it returns attention weights"
-        for name in _KINDS_OF_TOKENS if "position_ids" in tensors else ():
-            # Transformers 5.17 passes kinds of all tokens so far, so each step would have another shape.
-            if name in tensors:
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            # Transformers 5.17 says of all tokens so far whether each is text, so every step would have another shape.
+            if name in tensors and "position_ids" in tensors:
                 tensors[name] = tensors[name][..., -tokens:]
         mask = tensors.pop("attention_mask", None)
         if mask is not None and (mask.dim() != 2 or mask.shape[1] != first.seen + sync.ahead + tokens):

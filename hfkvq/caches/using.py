@@ -17,7 +17,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from .base import warn_once
 from .base.config_switch import on_restore, release
-from .base.model_calls import CACHE_NAMES, forward_parameters, unintercept, with_cache
+from .base.model_calls import CACHE_NAMES, CallInterceptor, forward_parameters, with_cache
 from .cache import MixedKVCache
 from .schemes.base import Scheme
 from .schemes.preset import Preset
@@ -95,9 +95,10 @@ class InUse:
         strangers = self._strangers
 
         def leave() -> None:
+            # With the interceptor goes what it knows of captured steps.
             for model in (ref() for ref in strangers):
-                if model is not None:
-                    unintercept(model)
+                if model is not None and isinstance(model._compiled_call_impl, CallInterceptor):
+                    del model._compiled_call_impl
 
         switched = release(self._config, self.caches)
         if _owner(held.get(ENTRY)) is not None:

@@ -27,6 +27,7 @@ except ImportError as error:
         "hfkvq.serving needs the continuous batching of Transformers 5.19 or newer; upgrade transformers."
     ) from error
 
+from hfkvq import kernels
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.attention.interface import register
 from hfkvq.caches.base.model_config import attention_shape, text_config
@@ -174,7 +175,7 @@ def attend(
     smoothing = pages.smoothing.get(module.layer_idx)
     if smoothing is not None:
         # Whatever comes next, prompts included, is smoothed.
-        query, key = smoothing.both(query, key)
+        query, key = kernels.smooth(query, key, smoothing.vectors)
     return pages.attend(module, query, key, value, scaling, kwargs), None
 
 

@@ -260,7 +260,7 @@ def hfkvq_attention(
         if buffer.queries is not None:
             buffer.queries.note(asked, keys.shape[2], arguments)
         if layer.smoothing is not None:
-            asked, keys = layer.smoothing.both(asked, keys)
+            asked, keys = kernels.smooth(asked, keys, layer.smoothing.vectors)
         # One opaque operation.
         out = step(asked, keys, key.values, mask, sinks, buffer.tensor, buffer.pages, scaling, softcap, buffer.spec)
         out = out if after is None else after(out)

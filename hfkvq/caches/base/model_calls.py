@@ -17,12 +17,6 @@ from typing import Any
 
 import torch
 
-# PEFT's layers name their adapters so.
-_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters")
-
-# Hooks of these do on the device what they do, or nothing in a step.
-_KNOWN_HOOKS = ("transformers.", "hfkvq.", "torch.distributed.")
-
 CACHE_NAMES = ("cache", "past_key_values")
 """Names of a model's argument for its cache, the second up to Transformers 5.23 and deprecated after it."""
 
@@ -92,7 +86,9 @@ class CallInterceptor:
         adapters = [getattr(model, "_hf_peft_config_loaded", None), len(getattr(model, "peft_config", None) or ())]
         for ref in self._adapters:
             own = ref()
-            adapters += [str(getattr(own, name, None)) for name in _ADAPTERS]
+            # PEFT's layers name their adapters so.
+            names = ("active_adapters", "disable_adapters", "merged_adapters")
+            adapters += [str(getattr(own, name, None)) for name in names]
         return hooks, hash(places), tuple(adapters)
 
 
@@ -115,7 +111,8 @@ def is_known(hook: Any) -> bool:
     """True if a hook does nothing but what its library needs: PyTorch's, Transformers' or ours."""
     while isinstance(hook, partial):
         hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS)
+    # Hooks of these do on the device what they do, or nothing in a step.
+    return str(getattr(hook, "__module__", "")).startswith(("transformers.", "hfkvq.", "torch.distributed."))
 
 
 def intercept(model: torch.nn.Module) -> CallInterceptor | None:
@@ -129,12 +126,6 @@ def intercept(model: torch.nn.Module) -> CallInterceptor | None:
         interceptor = CallInterceptor(model)
         model._compiled_call_impl = interceptor
     return interceptor if isinstance(interceptor, CallInterceptor) else None
-
-
-def unintercept(model: Any) -> None:
-    """Takes away a model's interceptor, and with it what it knows of captured steps."""
-    if isinstance(model._compiled_call_impl, CallInterceptor):
-        del model._compiled_call_impl
 
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:

@@ -93,10 +93,6 @@ class KeySmoothing:
         batch, heads, dim = query.shape[0], *self.vectors.shape[1:]
         return kernels.smooth(query, query.new_empty((batch, heads, 0, dim)), self.vectors)[0]
 
-    def both(self, query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys, in one launch."""
-        return kernels.smooth(query, keys, self.vectors)
-
     def raw(self, keys: Tensor, start: Tensor | None = None) -> Tensor:
         """Smoothed keys (B, H, T, D) as the model made them; columns before ``start`` (B, H) hold none, and stay 0."""
         found = kernels.unsmooth(keys, self.vectors)

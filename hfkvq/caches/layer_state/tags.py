@@ -20,13 +20,10 @@ if TYPE_CHECKING:
 _UNKNOWN = -1
 """Id of columns whose token nobody showed."""
 
-_ROOM = 256
-"""Columns by which a record grows at least, so that a step seldom allocates."""
-
 
 def room_for_columns(have: int, end: int) -> int:
-    """Columns to allocate for ``end`` columns where there is room for ``have``: a quarter more if it must grow."""
-    return have if end <= have else max(end, have + have // 4) + _ROOM
+    """Columns to allocate for ``end`` columns where there is room for ``have``: so many more that steps seldom ask."""
+    return have if end <= have else max(end, have + have // 4) + 256
 
 
 class TokenRecord:

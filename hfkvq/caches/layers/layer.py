@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from hfkvq import kernels
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import START, sealed_count
 from hfkvq.kernels.dispatch import exact
@@ -503,7 +504,7 @@ class KVLayer(CacheLayerMixin):
         """Queries (B, Hq, Q, D) of a step, and its staged keys and values, smoothed in one launch."""
         assert self._staged is not None, "asked before"
         if self._plain and self.smoothing is not None:
-            query, keys = self.smoothing.both(query, self._staged[0])
+            query, keys = kernels.smooth(query, self._staged[0], self.smoothing.vectors)
             self.staged = keys, self._staged[1]
             return query, *self._staged
         return self.smoothed_query(query), *self._staged

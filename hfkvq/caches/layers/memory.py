@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..store import StoreBytes
-from ..store.accounting import TokenShares, elements, nbytes, payload_bits, token_shares
+from ..store.accounting import StoreBytes, TokenShares, elements, nbytes, payload_bits, token_shares
 from ..store.host import is_hosted
 from .layer import KVLayer
 from .recurrent import RecurrentLayer, StatePlaces
@@ -86,14 +85,9 @@ class MemoryReport:
             ("tables", format_bytes(parts.tables)),
             ("  of these reserved", format_bytes(parts.reserved)),
         ]
-        if self.offloaded:
-            rows.append(("  offloaded", format_bytes(self.offloaded)))
-        if self.staged:
-            rows.append(("staged", format_bytes(self.staged)))
-        if self.stock:
-            rows.append(("stock layers", format_bytes(self.stock)))
-        if self.states:
-            rows.append(("recurrent states", format_bytes(self.states)))
+        others = ("  offloaded", "staged", "stock layers", "recurrent states")
+        sizes = zip(others, (self.offloaded, self.staged, self.stock, self.states), strict=True)
+        rows += [(name, format_bytes(size)) for name, size in sizes if size]
         shares = [sum(share) / len(self.tokens) for share in zip(*self.tokens, strict=True)]
         if shares and shares[-1] > 0:
             names = ("tokens whole", "tokens quantized", "tokens evicted")

@@ -21,7 +21,6 @@ steps do.
 
 from hfkvq.kernels.step import MAX_STEP as MAX_STEP
 
-from .accounting import StoreBytes as StoreBytes
 from .kvstore import KVStore as KVStore
 from .state import SIDES as SIDES
 from .state import StoreState as StoreState

@@ -55,14 +55,6 @@ def _hand_back(block: Tensor, byte: Tensor, stream: torch.cuda.Stream) -> None:
             byte.copy_(_WAITING.pop()[:1], non_blocking=True)
 
 
-def check_device(device: torch.device) -> None:
-    """Raises ValueError if a device does not reach the host's memory."""
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"offloading: got tensors on {device}, allowed CUDA GPUs and the CPU; make the cache without offloading."
-        )
-
-
 @outside_inference_mode
 def empty(size: int, device: torch.device) -> Tensor:
     """So many bytes of the host's memory: u8 (size,), a tensor of the device.

@@ -191,8 +191,7 @@ def relaid(
         changes: of each side that is quantized anew, the change of its basis. Other sides keep their bits.
         most: bytes that may be allocated beside the buffer; the more, the more pages are sealed at a time.
         known: columns of windows, for layers one after the other: of rows that are alike they follow from numbers.
-        hold: newest tokens that stay unsealed, beyond what the layout says.
-        q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
+        hold: see `KVStore`; so is ``q_abs``.
         kept: pages that stay; None for all.
     """
     before = state

@@ -15,7 +15,7 @@ from hfkvq.kernels.pages import PageFormat, RunView, Side, StoreFormat
 
 from ..base import outside_inference_mode
 from ..schemes.base import Layout
-from .host import check_device, hosted
+from .host import hosted
 from .row_lengths import RowState, WindowSizes, forecast
 
 SIDES: tuple[Side, Side] = ("keys", "values")
@@ -91,8 +91,11 @@ class StoreState:
             ValueError: pages are to lie in the host's memory, and the device does not reach it.
         """
         form, (batch, heads), device = layout.store, keys.shape[:2], keys.device
-        if offloaded:
-            check_device(device)
+        if offloaded and device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"offloading: got tensors on {device}, allowed CUDA GPUs and the CPU; make the cache "
+                "without offloading."
+            )
 
         def window(length: int, x: Tensor) -> Tensor:
             return torch.zeros(batch, heads, length, x.shape[-1], dtype=keys.dtype, device=device)
