@@ -16,21 +16,16 @@ from torch.utils import _pytree as pytree
 
 
 class _Pool:
-    """Memory of what graphs of one stream compute in between: one replays at a time, so they share it."""
+    """Memory of what graphs of one stream compute in between: one replays at a time, so they share it, and keep this.
+
+    PyTorch forgets a pool with its last graph, and takes no new one into it.
+    """
 
     def __init__(self) -> None:
         self.handle = torch.cuda.graph_pool_handle()
 
 
 _POOLS: weakref.WeakValueDictionary[Any, _Pool] = weakref.WeakValueDictionary()
-
-
-def _pool(device: torch.device, stream: int) -> _Pool:
-    # PyTorch forgets a pool with its last graph, and takes no new one into it: they keep this.
-    found = _POOLS.get((device, stream))
-    if found is None:
-        found = _POOLS[device, stream] = _Pool()
-    return found
 
 
 @functools.cache
@@ -72,7 +67,7 @@ class CapturedGraph:
         self._devices = list(devices)
         current = torch.cuda.current_stream(devices[0])
         key = (devices[0], current.cuda_stream)
-        pool = _pool(*key)
+        pool = _POOLS.setdefault(key, _Pool())
         generator = torch.cuda.default_generators[current.device_index]
         state = generator.clone_state()
         self._graph = torch.cuda.CUDAGraph()
