@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import types
 
@@ -14,12 +15,13 @@ from hfkvq.caches import compile
 from hfkvq.caches.schemes.preset import get_preset
 
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3}
+CONFIG = LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+KINDS = [(get_preset("saw-int4").scheme, 0)]
 
 
 def model_on(device):
     """What is asked of a model, which need not be there."""
-    config = LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-    return types.SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16, config=config)
+    return types.SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16, config=CONFIG)
 
 
 @pytest.fixture
@@ -50,10 +52,6 @@ def test_all_presets_go_together(given):
     assert told == ["compiling kernels"]
 
 
-def kinds(cache):
-    return [(layer.scheme, layer.window) for layer in cache.compressed_layers]
-
-
 def test_nothing_is_compiled_on_a_cpu(given):
     compile.compile_ahead(model_on("cpu"), [get_preset("saw-int4")], tell=pytest.fail)
     assert not given
@@ -64,10 +62,9 @@ def test_what_fails_is_left_to_launches(monkeypatch, caplog):
         raise raised
 
     monkeypatch.setattr(compile, "compile_layers", compile_layers)
-    cache, keys = MixedKVCache(LlamaConfig(**SMALL, num_attention_heads=4, head_dim=64)), torch.zeros(1, 4, 3, 64)
     for act in (
         lambda: compile.compile_ahead(model_on("cuda"), [get_preset("saw-int4")]),
-        lambda: compile.compile_kernels(cache.config, kinds(cache), keys),
+        lambda: compile.compile_kernels(CONFIG, KINDS, torch.zeros(1, 4, 3, 64)),
     ):
         caplog.clear()
         compile._compile.cache_clear()
@@ -93,7 +90,8 @@ def test_a_cache_compiles_for_all_kinds_of_its_layers(given):
     )
     for _ in range(2):
         cache = MixedKVCache(config, "kitty-pro", layers={"0": "saw-int4"})
-        compile.compile_kernels(cache.config, kinds(cache), torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16))
+        kinds = [(layer.scheme, layer.window) for layer in cache.compressed_layers]
+        compile.compile_kernels(cache.config, kinds, torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16))
     [(layers, device, steps)] = given
     assert (device, steps) == (torch.device("cpu"), (1,))
     found = {(plan.format.runs[0][0].bits, plan.format.window, plan.heads, heads) for plan, heads, *_ in layers}
@@ -101,10 +99,8 @@ def test_a_cache_compiles_for_all_kinds_of_its_layers(given):
 
 
 def test_kernels_of_several_tokens_are_compiled_once_they_may_be_taken_back(given):
-    config = LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-    cache, keys = MixedKVCache(config, "saw-int4"), torch.zeros(1, 2, 5, 64)
     for several in (False, True):
-        compile.compile_kernels(cache.config, kinds(cache), keys, several)
+        compile.compile_kernels(CONFIG, KINDS, torch.zeros(1, 2, 5, 64), several)
     assert [steps for *_, steps in given] == [(1,), tuple(range(1, 17))]
 
 
@@ -114,8 +110,7 @@ def test_kernels_are_compiled_before_the_first_layer(monkeypatch):
     monkeypatch.setattr(
         "hfkvq.caches.cache.compile_kernels", lambda config, layers, keys, *_: asked.append(keys.device)
     )
-    config = LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-    cache = MixedKVCache(config, "saw-int4", graphs=False)
+    cache = MixedKVCache(CONFIG, "saw-int4", graphs=False)
     keys = [
         types.SimpleNamespace(is_cuda=device.type == "cuda", device=device, dtype=torch.float16, shape=(1, 2, 5, 64))
         for device in map(torch.device, ("cpu", "cuda:0", "cuda:1"))
@@ -138,8 +133,7 @@ def test_kernels_are_compiled_before_a_prompt_begins(monkeypatch):
         seen.append((keys.shape[:2], keys.shape[3], keys.dtype, keys.device))
 
     monkeypatch.setattr(MixedKVCache, "_compile", note)
-    config = LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    model = LlamaForCausalLM(copy.deepcopy(CONFIG)).to(torch.bfloat16).eval()
     model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append("first layer"))
     with torch.no_grad():
         model(torch.arange(34).view(2, 17), past_key_values=MixedKVCache(model, "saw-int4"))
