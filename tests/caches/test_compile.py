@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import types
 
@@ -133,7 +132,7 @@ def test_kernels_are_compiled_before_a_prompt_begins(monkeypatch):
         seen.append((keys.shape[:2], keys.shape[3], keys.dtype, keys.device))
 
     monkeypatch.setattr(MixedKVCache, "_compile", note)
-    model = LlamaForCausalLM(copy.deepcopy(CONFIG)).to(torch.bfloat16).eval()
+    model = LlamaForCausalLM(CONFIG).to(torch.bfloat16).eval()
     model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append("first layer"))
     with torch.no_grad():
         model(torch.arange(34).view(2, 17), past_key_values=MixedKVCache(model, "saw-int4"))
