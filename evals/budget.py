@@ -388,7 +388,7 @@ def tune_order(objective: Objective, layers: int, dim: int) -> list[tuple[int, S
     # Layers in which a preset differs have rungs of their own; the middle rung is alike in all.
     last = {(layer, side): rung for layer, side, rung in budget.moves}
     near = max(range(layers), key=lambda layer: sum(last.get((layer, side), 0) for side in SIDES))
-    prices: dict[tuple[int, str, int], float] = {}
+    prices: dict[tuple[int, Side, int], float] = {}
     for layer, side, rung in budget.moves:
         # A step to the middle rung is measured from above.
         other = 0 if rung == 1 else rung

@@ -223,9 +223,9 @@ class Budget:
     def __repr__(self) -> str:
         return f"Budget({format_bytes(self.limit)})"
 
-    def _moves(self, order: Sequence[tuple[int, str]]) -> list[tuple[int, str, int]]:
+    def _moves(self, order: Sequence[tuple[int, str]]) -> list[tuple[int, Side, int]]:
         """Moves of an order; a rung of no fewer bits than the one above is passed over."""
-        found: list[tuple[int, str, int]] = []
+        found: list[tuple[int, Side, int]] = []
         stand: dict[tuple[int, str], int] = {}
         for layer, side in order:
             if side not in SIDES or type(layer) is not int or not 0 <= layer < self.layers:
