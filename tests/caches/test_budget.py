@@ -631,7 +631,7 @@ def bits(cache):
 
 
 @pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize("seed", [*range(6), 259, 1007180, 1007803])
+@pytest.mark.parametrize("seed", [*range(6), 259, 1007180, 1007803, 20265895])
 def test_histories(seed, monkeypatch, tmp_path):
     """The last seeds went over: more pages at a time than scratch counts, copies of tokens, a longer old tail."""
     History(seed, monkeypatch, tmp_path).run(14)

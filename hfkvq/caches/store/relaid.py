@@ -128,7 +128,10 @@ class Reader:
     def columns(self, first: Tensor | int, count: int) -> Tensor:
         """Sink, ``count`` pages of each row from block ``first`` (i64 (B, 1)) on, and tail: (B, H, n, D)."""
         pages = [self.sealed_pages(first, count)] if count and self.view.table.shape[1] else []
-        return self.turned(torch.cat([self.sink, *pages, self.tail], 2))
+        x = torch.cat([self.sink, *pages, self.tail], 2)
+        # A change has copies of its own beside it.
+        del pages
+        return self.turned(x)
 
     def column(self, token: Tensor, first: Tensor | int, count: int) -> Tensor:
         """Columns of `columns` that have these run tokens, i64 (B, m), of the pages that were read or behind them."""
@@ -244,6 +247,8 @@ def relaid(
                     tokens = reader.pages(torch.full((batch, 1), first, dtype=torch.long, device=device), count)
                 pages = parts, table, done[n], coming[n]
                 write_pages(pages, fmt, side, tokens, index[:, : count * page].contiguous(), new, scheme, weights)
+                # The next ones come beside nothing of these.
+                del tokens
         elif kept is not None:
             for first in range(0, min(held.shape[1], blocks, -(-max(rests) // page)), chunk):
                 target = table[:, first : first + chunk].flatten().long()
