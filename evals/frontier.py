@@ -21,6 +21,7 @@ FILES = (
     "kld-smollm2-heavy-layer-h200.json",
     "kld-smollm2-trellis-h100.json",
     "kld-smollm2-trellis-h200.json",
+    "kld-smollm2-best-1.5-h200.json",
 )
 """Files of the same windows; of a cache that several have, the newest counts."""
 

@@ -12,6 +12,8 @@ from .base import Entry, Layout, Scheme, SideLayout, knob, rotation_block
 _BEST = {"boost_ratio": 0.25, "score": "q_error", "fit": 4, "rotate_values": True, "key_local_length": 128}
 # Layer 19 of SmolLM2's 30 loses nearly as much as all others together: it has 4 bits.
 _HEAVY = {"wide_from": 0.6, "wide_to": 0.63, "wide_keys_from": 0.6, "wide_keys_to": 0.63}
+# Layers 19 and 23 of Qwen2.5-Coder-1.5B's 28 look strings up, and 14, whose values count for more than its keys.
+_LOOK_UPS = {"wide_keys_from": 0.6, "wide_keys_to": 0.63, "two_bit_keys_from": 0.68, "two_bit_keys_to": 0.86}
 # The presets of fewest bits are for the longest contexts, where whole tokens cost least.
 _LONG = {"sink_length": 128, "local_length": 256, "key_local_length": 256, "trellis_values": True}
 
@@ -50,6 +52,8 @@ class Kitty(Scheme):
             For example, 0.55 and 0.8 mean layers 16 to 23 of 30.
         narrow_to: layers up to this share of the depth hold values of 2 bits in 1 bit (none in the paper).
         wide_keys_from, wide_keys_to: the same for keys (none in the paper).
+        two_bit_keys_from, two_bit_keys_to: layers between these shares of the depth have Kitty-Pro's keys in place of
+            keys of 1 bit (none in the paper).
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
         trellis_values: encode 2-bit values as walks through a trellis (not in the paper; QTIP, arXiv:2406.11235, does
             so with weights), see `hfkvq.kernels.trellis`: one scale a token, no minimum, sealed a page at a time. For
@@ -85,8 +89,8 @@ class Kitty(Scheme):
             ("kld", "fit"),
         ),
         "best-1.5": Entry(
-            "Our own preset for the least memory: trellis codes of 1 bit, and of 3 for a quarter of the key channels.",
-            {**_BEST, **_HEAVY, **_LONG, "key_bits": 1, "narrow_to": 1.0},
+            "Our own preset for the least memory: trellis codes of 1 bit, and more for keys where look-ups need them.",
+            {**_BEST, **_LONG, **_LOOK_UPS, "key_bits": 1, "narrow_to": 1.0, "boost_ratio": 0.1875},
             ("kld", "fit"),
         ),
         "best-2.8": Entry(
@@ -116,6 +120,8 @@ class Kitty(Scheme):
     narrow_to: float = knob(0.0, low=0.0, high=1.0)
     wide_keys_from: float = knob(0.0, low=0.0, high=1.0)
     wide_keys_to: float = knob(0.0, low=0.0, high=1.0)
+    two_bit_keys_from: float = knob(0.0, low=0.0, high=1.0)
+    two_bit_keys_to: float = knob(0.0, low=0.0, high=1.0)
     rotate_values: bool = knob(False, choices=(False, True), search=[False, True])
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
@@ -123,7 +129,7 @@ class Kitty(Scheme):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for side in ("wide", "wide_keys"):
+        for side in ("wide", "wide_keys", "two_bit_keys"):
             begin, end = (getattr(self, f"{side}_{name}") for name in ("from", "to"))
             if begin > end:
                 raise ValueError(
@@ -136,14 +142,18 @@ class Kitty(Scheme):
         return frozenset({"query"}) if self.score in ("qk_abs", "q_error") and self.key_bits < 4 else frozenset()
 
     def in_layer(self, layer: int, layers: int) -> Kitty:
-        """Scheme with values or keys of 4 bits, if the layer's middle is between the shares of depth that have them."""
+        """Scheme with the widths of a layer, whose middle may be between the shares of depth that have others."""
         place = (layer + 0.5) / layers
         values = 4 if self.wide_from <= place < self.wide_to else self.value_bits
         if values == 2 and place < self.narrow_to:
             values = 1
-        keys = 4 if self.wide_keys_from <= place < self.wide_keys_to else self.key_bits
-        none = dict.fromkeys(("narrow_to", "wide_from", "wide_to", "wide_keys_from", "wide_keys_to"), 0.0)
-        return replace(self, key_bits=keys, value_bits=values, **none)
+        keys, ratio = self.key_bits, self.boost_ratio
+        if self.wide_keys_from <= place < self.wide_keys_to:
+            keys = 4
+        elif keys == 1 and self.two_bit_keys_from <= place < self.two_bit_keys_to:
+            keys, ratio = 2, 0.25
+        ranges = [name for name in self.knobs() if name.endswith(("_from", "_to"))]
+        return replace(self, key_bits=keys, boost_ratio=ratio, value_bits=values, **dict.fromkeys(ranges, 0.0))
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """Sink, pages with raised key channels or keys of 4 bits, local window on the values."""
