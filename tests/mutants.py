@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant("fill-padding", "windows", FILL, "(0 if padding is None else padding.lead) - old", "0 - old"),
     Mutant("fill-old", "windows", FILL, "new = (token >= old[:, None]) & ", "new = (token > old[:, None]) & "),
     Mutant("append-sink", "append", APPEND, "held = (token < sink.shape[2])", "held = (token <= sink.shape[2])"),
-    Mutant("append-count", "append", APPEND, "counters[LENGTH] += tokens", "counters[LENGTH] += 1"),
+    Mutant("append-count", "append", APPEND, "counters[LENGTH].add_(tokens)", "counters[LENGTH].add_(1)"),
     Mutant("append-values", "append", APPEND, "), (values, rotate_values))", "), (values, rotate_keys))"),
     # The recorded step.
     Mutant("step-full", "step", STEP, "fits = counters[START] + length <= capacity", "fits = length <= capacity"),

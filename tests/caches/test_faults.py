@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hfkvq import MixedKVCache
 from hfkvq.caches.steps.step_buffer import StepBuffer
 from hfkvq.caches.store import kvstore
-from hfkvq.kernels import hadamard, use_interpreter
+from hfkvq.kernels import append, hadamard, use_interpreter
+from hfkvq.kernels.pages import StoreFormat
 from tests.caches.driver import DIM, HEADS, forward, make, same_bits, small, stored
 from tests.caches.models import build, prompt
 
@@ -214,3 +215,21 @@ def test_debug_looks_before_each_forward(model):
         cache.layers[1].store.counters[1].add_(1)
         with pytest.raises(RuntimeError, match=r"integrity_check: layer 1: .* Call reset\(\)"):
             model(prompt(2, 1), past_key_values=cache)
+
+
+def test_a_step_that_fails_anywhere_is_not_counted():
+    """Of tokens that join windows: whatever operation fails, counters say what they said."""
+    store = StoreFormat.parse("s4;k0;v0;16t1p16/16t1p16")
+    for fails in range(1, 100):
+        counters = torch.tensor([[0], [20], [16], [16]], dtype=torch.int32)
+        windows = [torch.zeros(1, 2, slots, 16) for slots in (4, 4, 32, 32)]
+        new, before = torch.ones(1, 2, 3, 16), counters.clone()
+        try:
+            with FailAt(fails):
+                append(new, new, counters, windows, store)
+        except Fault:
+            assert torch.equal(counters, before)
+        else:
+            break
+    assert counters[1].item() == 23
+    assert fails > 5
