@@ -48,7 +48,7 @@ def _append(
             column = column.clamp(0, tokens - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
             sink[where] = torch.where(new, x.gather(2, column), sink[where])
     if rows is None:
-        # One operation, and the last: a call that fails counts nothing.
+        # The count is one operation, and the last, so that a call that fails counts nothing.
         counters[LENGTH].add_(tokens)
 
 

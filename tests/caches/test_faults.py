@@ -218,7 +218,7 @@ def test_debug_looks_before_each_forward(model):
 
 
 def test_a_step_that_fails_anywhere_is_not_counted():
-    """Of tokens that join windows: whatever operation fails, counters say what they said."""
+    """Counters say what they said, whatever operation fails while tokens join windows."""
     store = StoreFormat.parse("s4;k0;v0;16t1p16/16t1p16")
     for fails in range(1, 100):
         counters = torch.tensor([[0], [20], [16], [16]], dtype=torch.int32)

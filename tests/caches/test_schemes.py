@@ -334,3 +334,13 @@ def test_layout_checks_what_the_store_relies_on():
         Layout(SideLayout((narrow,)), values)
     with pytest.raises(ValueError, match="local, unit: keys and values must leave the tail together"):
         Layout(SideLayout((narrow, wide), unit=8), SideLayout((wide, wide), local=8, unit=8))
+
+
+def test_layers_that_look_strings_up_have_keys_of_more_bits():
+    """Layers of best-1.5 by depth: of 28, those that were measured."""
+    layers = [get_scheme("best-1.5").in_layer(layer, 28) for layer in range(28)]
+    assert [layer.key_bits for layer in layers] == [1] * 17 + [4, 1] + [2] * 5 + [1] * 4
+    assert {(layer.key_bits, layer.boost_ratio) for layer in layers} >= {(1, 0.1875), (2, 0.25)}
+    assert {(layer.value_bits, layer.two_bit_keys_to) for layer in layers} == {(1, 0.0)}
+    with pytest.raises(ValueError, match=r"two_bit_keys_from: got 0\.9 with two_bit_keys_to=0\.86"):
+        get_scheme("best-1.5", two_bit_keys_from=0.9)

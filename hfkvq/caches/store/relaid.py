@@ -129,7 +129,7 @@ class Reader:
         """Sink, ``count`` pages of each row from block ``first`` (i64 (B, 1)) on, and tail: (B, H, n, D)."""
         pages = [self.sealed_pages(first, count)] if count and self.view.table.shape[1] else []
         x = torch.cat([self.sink, *pages, self.tail], 2)
-        # A change has copies of its own beside it.
+        # Pages are in `x` now, and a change of basis makes copies of its own.
         del pages
         return self.turned(x)
 
@@ -247,7 +247,7 @@ def relaid(
                     tokens = reader.pages(torch.full((batch, 1), first, dtype=torch.long, device=device), count)
                 pages = parts, table, done[n], coming[n]
                 write_pages(pages, fmt, side, tokens, index[:, : count * page].contiguous(), new, scheme, weights)
-                # The next ones come beside nothing of these.
+                # Tokens of these pages go before those of the next are made, since scratch is counted for one of them.
                 del tokens
         elif kept is not None:
             for first in range(0, min(held.shape[1], blocks, -(-max(rests) // page)), chunk):
